@@ -50,6 +50,7 @@ TRACES = {
         pipelab.DualPipe(ranks=4, microbatches=10), pipelab.Cost(forward=1, backward=2, pair=2.5, all_reduce=1)
     ),
     "greedy": lambda: pipelab.simulate(pipelab.Greedy(4, 6, memory_cap=4, cost=UNEVEN, split=True), UNEVEN),
+    "recomputed": lambda: pipelab.simulate(pipelab.with_recompute(pipelab.OneFOneB(4, 8), ahead=1)),
     "replicas": lambda: pipelab.simulate(
         pipelab.replicate(pipelab.OneFOneB(ranks=3, microbatches=4), 2),
         pipelab.Cost(forward=1, backward=2, all_reduce=2),

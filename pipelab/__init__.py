@@ -65,6 +65,7 @@ from pipelab.catalogue import (
 from pipelab.catalogue.asynchronous import PipeDream, TwoBW
 from pipelab.catalogue.building_block import building_block
 from pipelab.catalogue.frontier import frontier
+from pipelab.catalogue.recomputation import with_recompute
 from pipelab.catalogue.reroute import reroute
 from pipelab.catalogue.vocabulary import VocabularyParallel
 from pipelab.checking.checker import check
@@ -87,7 +88,7 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, F, I, Pair, R, S, T, U, V, W
+from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, S, T, U, V, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate, with_gathers
@@ -128,6 +129,7 @@ __all__ = [
     "B",
     "BatchError",
     "BitPipe",
+    "C",
     "Chimera",
     "Column",
     "Comparison",
@@ -211,6 +213,7 @@ __all__ = [
     "split",
     "what_if",
     "with_gathers",
+    "with_recompute",
 ]
 
 # What needs torch, and what few need, is loaded when it is first asked for, so that `import pipelab` stays quick.

@@ -73,7 +73,7 @@ class Schedule(ABC):
     `P` ranks, `M` micro-batches, `v` stages per rank, `k` slices per sequence, rank `r`, longest round `L`; `F`, `B`,
     `I`, `W` and `FB` are the times of a rank's share of the model: forward, backward, its two halves, an overlapped
     pair. `T` is the time of a transfer, in `"makespan with latency"`; all other formulas are for transfers that take no
-    time.
+    time. `C` is the time of a forward that runs again, in `"makespan with recomputation"`: see `with_recompute`.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}

@@ -199,7 +199,7 @@ for rank in range(P - 1):
 #
 # It is not free: each micro-batch costs a forward more, 4 units instead of 3. If a rank computes again only when the
 # gradient is there, the bubble stays what it was, and the step takes a third longer. If it begins earlier, a part of
-# that hides in the bubble. [Recomputation](recomputation.md) is about choosing what to compute again.
+# that hides in the bubble. [Recomputation](recomputation.md) is about choosing what to compute again, and when.
 
 # %%
 recomputing = pipelab.simulate(pipelab.GPipe(P, M), pipelab.Cost(forward=1, backward=1 + 2))

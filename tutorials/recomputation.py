@@ -6,9 +6,9 @@
 # third longer. "That is what recomputation costs", she says.
 #
 # It is what recomputing *everything* costs. On this page you find out which stages need it, how many of their layers,
-# and what the same memory would cost if you saved it with another order.
+# what the same memory would cost if you saved it with another order, and when a rank should compute again.
 #
-# It takes about 25 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
+# It takes about 30 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
 # `tutorials/recomputation.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
 # you look.
 #
@@ -138,6 +138,55 @@ for name, h, a in (("7B", 4096, 32), ("70B", 8192, 64)):
 # 82 % of the memory for 5 % of the time, or less in a wider model. Korthikanti et al. (2022, section 5) call this
 # *selective* recomputation, and FlashAttention does it in its kernel, where it costs even less. It is nearly always
 # worth it, so the numbers above have it already.
+
+# %% [markdown]
+# ## Predict: when should a forward run again?
+#
+# So far a backward ran its forward again when its gradient had come. But the second forward needs only the stage's
+# input, and the rank has kept that. So let it be an action of its own, `C`, right before its backward `B` in the row:
+
+# %%
+plan = pipelab.with_recompute(pipelab.GPipe(P, M))
+print(plan)
+
+# %% [markdown]
+# `B` waits for the gradient, and `C` does not. Where a forward comes right before its own backward, as always on the
+# last rank of 1F1B, `with_recompute` puts no `C`: the activations are there. With recomputation inside their backwards,
+# GPipe and 1F1B both take 44 units, 11 more than without. How long do they take now?
+
+# %%
+my_fourth_prediction = None  # two numbers of units, GPipe's and 1F1B's
+
+# %% tags=["answer"]
+print(f"predicted {my_fourth_prediction}")
+early = pipelab.simulate(plan)
+one = pipelab.simulate(pipelab.with_recompute(pipelab.OneFOneB(P, M)))
+print(f"GPipe {early.makespan:g} units, 1F1B {one.makespan:g}")
+assert (early.makespan, one.makespan) == (41, 39)
+assert early.peak_activations == one.peak_activations == (1, 1, 1, 1)
+
+# %% tags=["answer"]
+pipelab.compare(again, one, names=["1F1B, inside the backward", "1F1B, an action of its own"])
+
+# %% [markdown] tags=["answer"]
+# 41 and 39 units. Where a rank waits for a gradient, its `C` is free. GPipe's last rank never waits between its first
+# backward and its last, so it pays 8 units. In 1F1B the last rank pays nothing. The others pay once they have no time
+# left between a backward and the next forward. In both, each rank holds the activations of one micro-batch, and
+# besides only inputs. GPipe's paper has its recomputation so (Huang et al. 2019, section 2.3).
+#
+# Rank 0 of 1F1B still waits 5 units before its first backward. If it may hold two activations for a while, it can run
+# two forwards again there: Liu et al. (2025, "Mario", PPoPP '25) fill bubbles so. `ahead` says how many more
+# activations a rank may hold:
+
+# %% tags=["answer"]
+ahead = pipelab.with_recompute(pipelab.OneFOneB(P, M), ahead=1)
+trace = pipelab.simulate(ahead)
+print(f"{trace.makespan:g} units, activations {trace.peak_activations}; no order takes less than", end=" ")
+print(f"{pipelab.lower_bound(ahead):g}")
+assert trace.makespan == pipelab.lower_bound(ahead) == 38
+
+# %% [markdown] tags=["answer"]
+# So 1F1B recomputes everything for 5 units of 33, not for 11, and what is left cannot be saved by any order.
 
 # %% [markdown]
 # ## Exercise: what fits, and how fast?

@@ -28,6 +28,7 @@
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `frontier`: how small a bubble a memory buys, by a search over building blocks
+- `recomputation`: forwards that run again for their backwards, when their rank has time
 - `reroute`: micro-batches of failed ranks go to their replicas
 - `bases`: what schedules with one stage per rank, looped, in a V, or in both directions share
 - `list_scheduling`: how a policy becomes an order

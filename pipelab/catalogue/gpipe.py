@@ -17,7 +17,7 @@ class GPipe(SingleStage):
 
     It takes as long as 1F1B, but every rank holds the activations of all micro-batches, which is what 1F1B improves on.
     The paper runs backwards in reverse, in the same time and memory, and recomputes activations to keep less (section
-    2.3). Here nothing is recomputed, and the order is the one that PyTorch's `ScheduleGPipe` executes.
+    2.3), as `with_recompute` does. The order is the one that PyTorch's `ScheduleGPipe` executes.
 
     Example:
         >>> import pipelab
@@ -30,6 +30,7 @@ class GPipe(SingleStage):
     closed_forms = {
         "makespan": "(M + P - 1) * (F + B)",
         "makespan with latency": "(M + P - 1) * (F + B) + 2 * (P - 1) * T",
+        "makespan with recomputation if M > 1": "(M + P - 1) * (F + B) + M * C",
         "bubble": "(P - 1) / (M + P - 1)",
         "peak": "M",
     }

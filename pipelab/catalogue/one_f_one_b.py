@@ -34,6 +34,7 @@ class OneFOneB(SingleStage):
         "makespan with latency if M % P == 0 and P > 1": (
             "(M + P - 1) * (F + B) + (2 * (P - 1) * M / P + 2 * (P - 2)) * T"
         ),
+        "makespan with recomputation if P > 1 and C <= B": "(M + P - 1) * (F + B) + max(0, (M - 1) * C - F)",
         "bubble": "(P - 1) / (M + P - 1)",
         "peak": "min(M, P - r)",
     }

@@ -395,6 +395,8 @@ def _how_to_hold_less(codes: Codes, until: Sequence[int], action: Action, rank: 
         if codes.kind[code] in HALVES and (weights := codes.sibling(code, "W")) not in done:
             late = codes.action(weights)
             return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
+    if action.kind == "C":
+        return f"run {action} later on rank {rank}: right before its backward"
     if not action.traits.forward:
         return f"begin with fewer forwards on rank {rank}"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"

@@ -1,7 +1,7 @@
 """Memory in bytes: what each stage takes, and so what the actions of a rank add and free.
 
 rank 0  ██ weights, optimizer's state: always; gradients: from the first 0B or 0W on
-          ░░ activations of 0F0: from its start to the end of 0B0 or 0I0
+          ░░ activations of 0F0: from its start to the end of 0B0 or 0I0; only its input until 0C0, if there is one
             ▒▒ what 0I0 leaves for 0W0: to the end of 0W0
 """
 
@@ -59,6 +59,8 @@ class Memory:
         optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
         activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
             output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
+        inputs: bytes of a stage's input for one micro-batch, which are among `activations`. If the plan runs a forward
+            again (`C`), its `F` keeps only them, and `C` the rest.
         for_weight_grad: bytes that `I` leaves for `W` for one micro-batch, held from `I` to the end of `W`; as many as
             `activations` if left out. While `I` runs, the larger of both is held.
         outputs: bytes of the model's output for one micro-batch, which the last stage keeps until the step's end.
@@ -82,6 +84,7 @@ class Memory:
     gradients: Bytes = 0
     optimizer: Bytes = 0
     activations: Bytes = 0
+    inputs: Bytes = 0
     for_weight_grad: Bytes | None = None
     outputs: float = 0
 
@@ -117,7 +120,7 @@ class Memory:
         """Yield the same with versions of weights, and with gradients for each group of micro-batches."""
         codes, stages = bound.codes, bound.codes.stages
         gradients, weights = self._of("gradients", stages), self._of("weights", stages)
-        updates = [bound.updates(stage) for stage in range(stages)]
+        updates = [bound.listed("U", stage) for stage in range(stages)]
         versions, begun = [1] * stages, set[tuple[int, int]]()
         for code, used, change in zip(bound.rows[rank], bound.versions(rank), usual, strict=True):
             stage, gives = codes.stage[code], codes.traits(code).gives
@@ -134,17 +137,21 @@ class Memory:
 
     def _without_updates(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
         codes, stages = bound.codes, bound.codes.stages
-        gradients, activations = self._of("gradients", stages), self._of("activations", stages)
+        gradients, activations, inputs = (self._of(name, stages) for name in ("gradients", "activations", "inputs"))
         leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
-        without_gradients, usual = set(range(stages)), dict[tuple[str, int], Change]()
+        without_gradients, usual = set(range(stages)), dict[tuple[str, int, int], Change]()
         for code in bound.rows[rank]:
-            kind = codes.kind[code], codes.stage[code]
+            kind = codes.kind[code], codes.stage[code], codes.holds[code]
             if kind in usual:
                 yield usual[kind]
                 continue
             traits, stage = codes.traits(code), codes.stage[code]
             sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage]}
             more = sizes[traits.holds] - sizes[traits.releases]
+            if "again(m,s)" in traits.gives:
+                more -= inputs[stage]
+            elif traits.forward and not codes.holds[code]:
+                more = inputs[stage]
             outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
             usual[kind] = Change(0, max(0, more), outputs, max(0, -more))
             first = "gw(m,s)" in traits.gives and stage in without_gradients

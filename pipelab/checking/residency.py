@@ -125,7 +125,7 @@ class _Holding:
             hint = f"yield {written(Action('UNSHARD', None, stage))} before it: one gather before each use"
             yield self.fault(position, action, f"needs the weights of stage {stage}, which are {cause}", hint)
             self._reported.add(stage)
-        if codes.forward[code]:
+        if codes.holds[code]:
             self._kept[action.microbatch, stage] = None
         elif action.kind in _RELEASES and (since := self._kept.pop((action.microbatch, stage), None)) is not None:
             message = f"needs the activation that was taken away at position {since}"

@@ -145,7 +145,7 @@ class Pipeline:
             raise TypeError(f"Pipeline(model, schedule, loss_fn): expected a model first, got {shorten(model)}")
         self.plan = as_plan(schedule).reducing(beside=False)
         require_legal(self.plan)
-        _require_words(self.plan, engine)
+        _require_words(self.plan, engine, sequence_dim)
         require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
@@ -494,8 +494,10 @@ def _require_same_rows(parts: Sequence[Part]) -> None:
         raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")
 
 
-def _require_words(plan: Plan, engine: str) -> None:
-    """Refuse a plan with kinds of action that no engine runs, or that PyTorch's runtime lacks."""
+def _require_words(plan: Plan, engine: str, sequence_dim: int | None) -> None:
+    """Refuse a plan with kinds of action that no engine runs, or that PyTorch's runtime or slices lack."""
+    if sequence_dim is not None and "C" in plan.bound.kinds:
+        raise EngineError(f"{plan.name} has C (recomputation), which no engine runs on slices of a sequence")
     kinds = [kind for kind in plan.bound.kinds if kind in OPTIONAL]
     if simulated := [f"{kind} ({TRAITS[kind].word})" for kind in kinds if not TRAITS[kind].method]:
         raise EngineError(

@@ -95,7 +95,7 @@ def run_action(
 ) -> Any:
     """Run a rank's next action between two readings of its clock; return its output for another stage.
 
-    Backwards run outside of the caller's autocast, as in plain training.
+    Backwards and updates run outside of the caller's autocast, as in plain training.
 
     Raises:
         StageError: if the output has NaN or infinity, and the step looks for them.
@@ -105,7 +105,7 @@ def run_action(
     rank.computing = True
     here.began = mark()
     rank.begun.append(here.began)
-    if step.caller.autocast and not action.traits.forward:
+    if step.caller.autocast and action.traits.in_flight <= 0:
         with step.caller.autocast_off():
             made = act(microbatch, given, kept, step.loss)
     else:

@@ -78,14 +78,16 @@ class ThreadsEngine(Engine):
         self.runners = Runners(stages.modules, plan.replicas, on, settings.replicated_buffers)
         if settings.optimizer is not None:
             for (stage, rank), runner in self.runners.of.items():
-                if updates := plan.bound.updates(stage):
+                if updates := plan.bound.listed("U", stage):
                     self.runners.of[stage, rank] = UpdatingStage(runner, plan.stages, settings.optimizer, updates)
+        for (stage, _), runner in self.runners.of.items():
+            runner.recomputed = {*plan.bound.listed("C", stage)}
         self.stage_devices = [on[ranks[0]] for _, ranks in sorted(plan.replicas.items())]
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
         self._on_gpus = any(stream.receive is not None for stream in self.streams)
-        self._generators = Generators(on)
+        self._generators = Generators(on, recomputed="C" in plan.bound.kinds)
         first = watched(self.runners.of, on, self._generators)
         self._rows = instructions(plan.bound, self.runners.of, first, self.streams, backward=True)
         self._forward_rows = instructions(plan.bound, self.runners.of, {}, self.streams, backward=False)
@@ -451,7 +453,8 @@ def instructions(
                     part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
                     listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
             elif backward or codes.forward[code]:
-                runs = runner if action.microbatch else first.get((action.stage, rank), runner)
+                watched_too = not action.microbatch or action.kind == "C"
+                runs = first.get((action.stage, rank), runner) if watched_too else runner
                 act = getattr(runs, action.traits.method) if backward else runner.evaluate
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(Row(listed))

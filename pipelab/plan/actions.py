@@ -1,10 +1,11 @@
 """Actions: the words in which a schedule is written.
 
 A schedule says, for every rank, in which order it runs `F` (forward), `B` (full backward), `I` (input gradient), `W`
-(weight gradient), `U` (update of a stage's weights) and `R` (all-reduce of a stage's gradients over its replicas). The
-notation is PyTorch's: `2F0` is stage 2, forward, micro-batch 0. Beside these, a channel of the rank may move what the
-rank holds: `UNSHARD` gathers a stage's weights, `RESHARD` frees them, `OFFLOAD` takes an activation away, and `LOAD`
-brings it back. With the vocabulary's layer spread over all ranks, each runs `S` and `T`, or `S` and `V`, on its share.
+(weight gradient), `C` (the forward, run again for its backward), `U` (update of a stage's weights) and `R` (all-reduce
+of a stage's gradients over its replicas). The notation is PyTorch's: `2F0` is stage 2, forward, micro-batch 0. Beside
+these, a channel of the rank may move what the rank holds: `UNSHARD` gathers a stage's weights, `RESHARD` frees them,
+`OFFLOAD` takes an activation away, and `LOAD` brings it back. With the vocabulary's layer spread over all ranks, each
+runs `S` and `T`, or `S` and `V`, on its share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-Kind = Literal["F", "B", "I", "W", "U", "S", "T", "V", "R", "UNSHARD", "RESHARD", "OFFLOAD", "LOAD"]
+Kind = Literal["F", "B", "I", "W", "C", "U", "S", "T", "V", "R", "UNSHARD", "RESHARD", "OFFLOAD", "LOAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Traits:
 # Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
 _BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
 _GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
-_VIOLET = ("#B040F0", "#BC5AF2")
+_VIOLET, _SKY = ("#B040F0", "#BC5AF2"), ("#56B4E9", "#6DBEEC")
 _LIME, _WINE, _INK = ("#C0F070", "#CDF38C"), ("#701820", "#7D2530"), ("#4830A0", "#583FB0")
 _CHANNEL = ("#6B6B6B", "#848484")
 _KEPT, _LEFT = "activations", "for_weight_grad"
@@ -88,6 +89,8 @@ TRAITS: dict[Kind, Traits] = {
                 method="backward_input", cost="input_grad", colours=_YELLOW),
     "W": Traits("weight gradient", needs=("gin(m,s)",), gives=("gw(m,s)",), releases=_LEFT,
                 method="backward_weight", cost="weight_grad", colours=_GREEN),
+    "C": Traits("recomputation", needs=("out(m,s)",), gives=("again(m,s)",), holds=_KEPT,
+                method="recompute", cost="recompute", colours=_SKY, optional=True),
     "U": Traits("update", needs=("gw(m,s)",), gives=("weights(m,s)",), method="update", cost="update",
                 colours=_VIOLET, optional=True),
     "S": Traits("vocabulary scores", needs=(), gives=("part(m,s)",), cost="vocabulary", colours=_LIME, optional=True),
@@ -300,6 +303,20 @@ def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Weight gradient only: no rank waits for it, so it can fill idle time."""
     return Action("W", microbatch, stage)
+
+
+def C(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
+    """Run a stage's forward again, for the backward of this micro-batch, which waits for it.
+
+    The forward `F` then keeps its input only, and `C` the activations. It needs nothing from other ranks, so it can
+    fill the time in which its rank waits for a gradient (Huang et al. 2019, "GPipe", section 2.3; Liu et al. 2025,
+    "Mario", PPoPP '25).
+
+    Example:
+        >>> C(3, stage=0)
+        0C3
+    """
+    return Action("C", microbatch, stage)
 
 
 def U(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation

@@ -184,6 +184,9 @@ class BoundPlan:
         if not bound.names_ranks:
             listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
             bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
+        for code in codes.of_kind.get("C", ()):
+            if bound.rank_of[code] != NO_RANK:
+                codes.recompute(code)
         if "U" in codes.kinds:
             bound._bind_updates()
         if not set(SHARED).isdisjoint(codes.kinds):
@@ -314,9 +317,9 @@ class BoundPlan:
         giver_of = self.giver_of
         return [(value, giver_of[value]) for value in self.codes.needs(code)]
 
-    def updates(self, stage: int) -> list[int]:
-        """Return the micro-batches whose `U` the plan lists for a stage, in their order."""
-        listed = self.codes.of_kind["U"][stage :: self.codes.stages] if "U" in self.codes.kinds else ()
+    def listed(self, kind: Kind, stage: int) -> list[int]:
+        """Return the micro-batches whose action of an optional kind the plan lists for a stage, in their order."""
+        listed = self.codes.of_kind[kind][stage :: self.codes.stages] if kind in self.codes.kinds else ()
         return [microbatch for microbatch, code in enumerate(listed) if self.rank_of[code] != NO_RANK]
 
     def versions(self, rank: int) -> list[dict[int, int]]:
@@ -346,9 +349,10 @@ class BoundPlan:
     def in_flight(self, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many stage activations the rank holds after it.
 
-        A forward adds one. The full backward releases it, or the weight gradient if the backward is split. A rank
-        from which activations are sent away holds them no more from the action after that on, and again from the action
-        after their load on; what an action releases then counts while it runs.
+        A forward adds one; if the plan runs it again, `C` adds it instead, and the forward's input counts as none. The
+        full backward releases it, or the weight gradient if the backward is split. A rank from which activations are
+        sent away holds them no more from the action after that on, and again from the action after their load on; what
+        an action releases then counts while it runs.
         """
         holds, releases = self.codes.holds, self.codes.releases
         changes = [holds[code] - releases[code] for code in self.rows[rank]]
@@ -375,7 +379,7 @@ class BoundPlan:
         codes, gradients, weights = self.codes, self.codes.of_value("gw(m,s)"), self.codes.of_value("weights(m,s)")
         for stage, ranks in self.replicas.items():
             before = -1
-            for microbatch in self.updates(stage):
+            for microbatch in self.listed("U", stage):
                 code = codes.table["U"][microbatch][stage]
                 for other in range(before + 1, microbatch):
                     codes.require(code, gradients[other * codes.stages + stage])

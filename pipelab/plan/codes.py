@@ -51,7 +51,8 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 for `R`.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
-        holds: by code, whether the rank holds an activation more after the action: `F`.
+        holds: by code, whether the rank holds an activation more after the action: `F`; but `C`, if the plan runs that
+            forward again.
         forward: by code, whether the action is a forward.
         releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         collective: by code, whether it is an `R`, which all ranks of its group start together.
@@ -95,7 +96,7 @@ class Codes:
         self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
         self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
         rows = [(TRAITS[kind], len(codes)) for kind, codes in self.of_kind.items()]
-        self.holds = b"".join(bytes([traits.in_flight > 0]) * count for traits, count in rows)
+        self.holds = bytearray().join(bytes([traits.in_flight > 0]) * count for traits, count in rows)
         self.forward = b"".join(bytes([traits.forward]) * count for traits, count in rows)
         self.releases = b"".join(bytes([traits.in_flight < 0]) * count for traits, count in rows)
         self.collective = b"".join(bytes([traits.collective]) * count for traits, count in rows)
@@ -132,6 +133,20 @@ class Codes:
         self._more[code, value] = 2 * len(self.first_need) + len(self._more)
         self.more_needs[code] = (*self.more_needs.get(code, ()), value)
         self._more_needers[value] = (*self._more_needers.get(value, ()), code)
+
+    def recompute(self, code: int) -> None:
+        """Let a `C` hold the activation that its forward then does not hold, and the backward need it."""
+        self.holds[self.sibling(code, "F")] = False
+        for kind in self.per_microbatch:
+            if "gin(m,s)" in TRAITS[kind].gives:
+                self.require(self.sibling(code, kind), self.gives[code])
+
+    @property
+    def joins(self) -> bool:
+        """Whether an action needs a value of another micro-batch, as slices and updates do."""
+        number = self.microbatch
+        needs = ((code, value) for code, values in self.more_needs.items() for value in values)
+        return any(number[code] != number[value % self._slots] for code, value in needs)
 
     def of_value(self, name: str) -> range:
         """Return, by slot, the numbers of a value, such as `gin(m,s)`."""

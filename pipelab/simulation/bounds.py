@@ -273,8 +273,10 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
     for row, held in zip(bound.rows, activations, strict=True):
         for code in row:
             if codes.releases[code]:
-                held.append((job_of[codes.sibling(code, "F")], job_of[code]))
-    like = () if paired or codes.more_needs else _alike(bound, lasts, delays)
+                forward = codes.sibling(code, "F")
+                made = forward if codes.holds[forward] else codes.sibling(code, "C")
+                held.append((job_of[made], job_of[code]))
+    like = () if paired or codes.joins else _alike(bound, lasts, delays)
     lines = (tuple(job_of[code + shift] for shift in shifts) for own, shifts in like if shifts[1:] for code in own)
     return Work(plan, tuple(jobs), tuple(map(tuple, activations)), tuple(lines))
 

@@ -24,7 +24,10 @@ Number = float | Sequence[float]
 PerSlot = Number | Callable[[int, int], float]
 """The same, or a function of (micro-batch, stage)."""
 
-_PER_ROW = ("forward", "backward", "input_grad", "weight_grad", "pair", "activation_bytes", "boundary_gradient_bytes")
+_WORK = ("forward", "backward", "input_grad", "weight_grad", "recompute")
+"""The times that `Cost.times` reckons together: some follow from others."""
+
+_PER_ROW = (*_WORK, "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
 _ONCE = ("all_reduce", "update", "vocabulary", "vocabulary_grad")
@@ -68,6 +71,7 @@ class Cost:
         input_grad: time of `I`; half of `backward` if left out.
         weight_grad: time of `W`; half of `backward` if left out. If `I` and `W` together take longer or shorter than
             `backward`, comparing schedules that split it with schedules that do not is unfair.
+        recompute: time of `C`; as long as `forward` if left out.
         pair: time of an overlapped pair as one slot, as in the DualPipe paper. If left out, a pair takes as long as its
             forward and its backward, one after the other.
         all_reduce: time of `R`, such as one from `all_reduce_time`.
@@ -130,6 +134,7 @@ class Cost:
     backward: PerSlot = 2
     input_grad: PerSlot | None = None
     weight_grad: PerSlot | None = None
+    recompute: PerSlot | None = None
     pair: PerSlot | None = None
     all_reduce: Number = 0
     all_reduce_runs: Literal["in-row", "beside"] = "in-row"
@@ -368,14 +373,14 @@ class Cost:
         half = [time / 2 for time in backward]
         inputs = half if self.input_grad is None else self._each("input_grad", plan, share)
         weights = half if self.weight_grad is None else self._each("weight_grad", plan, share)
-        longest = max(map(len, (forward, backward, inputs, weights)))
-        forward, backward, inputs, weights = (
-            each * (longest // len(each)) for each in (forward, backward, inputs, weights)
-        )
+        again = forward if self.recompute is None else self._each("recompute", plan, share)
+        longest = max(map(len, (forward, backward, inputs, weights, again)))
+        work = [each * (longest // len(each)) for each in (forward, backward, inputs, weights, again)]
+        _, backward, inputs, weights, _ = work
         if self.first_stage == "as-run":
             inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
             weights[:: plan.stages] = backward[:: plan.stages]
-        found = {"forward": forward, "backward": backward, "input_grad": inputs, "weight_grad": weights}
+        found = dict(zip(_WORK, work, strict=True))
         found |= {name: self._each(name, plan, share) for name in _ONCE} | {"": [0.0] * plan.stages}
         return {kind: found[TRAITS[kind].cost] for kind in KINDS}
 

@@ -70,9 +70,10 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
     for stage in stages:
         own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
         _complete(times, stage, own)
+    kinds = {"forward": "F", "backward": "B", "recompute": "C", "pair": "pair", "all_reduce": "R"}
     found: dict[str, Any] = {
         name: [times.get((kind, stage), 0.0) for stage in stages]
-        for name, kind in (("forward", "F"), ("backward", "B"), ("pair", "pair"), ("all_reduce", "R"))
+        for name, kind in kinds.items()
         if kind in {each for each, _ in times}
     }
     if split is not None or any(kind == "I" for kind, _ in times):

@@ -205,8 +205,9 @@ class Trace:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at any time.
 
-        Each forward adds one. The full backward releases it, or the weight gradient if the backward is split. One that
-        is sent away counts until it has left, and from when it begins to come back.
+        Each forward adds one; if the plan runs it again, `C` adds it instead, and the input that the forward keeps
+        counts as none: `memory_use` counts its bytes. The full backward releases it, or the weight gradient if the
+        backward is split. One that is sent away counts until it has left, and from when it begins to come back.
         """
         if any(move.action.microbatch is not None for move in self.moves):
             return tuple(map(self._peak_by_time, range(self.ranks)))

@@ -37,19 +37,21 @@ class Case:
     """A point of the grid: the values of the letters, and what they lead to.
 
     `alone` is with pairs as a forward, then a backward, `paired` with pairs as one slot, and `late` with transfers that
-    take time.
+    take time. `again` is with recomputation.
     """
 
     letters: dict[str, float]
     alone: Timing
     paired: Timing
     late: Timing
+    again: Timing
 
 
 QUANTITIES: dict[str, Callable[[Case], Sequence[float]]] = {
     "makespan": lambda case: [case.alone.makespan],
     "makespan with pairs": lambda case: [case.paired.makespan],
     "makespan with latency": lambda case: [case.late.makespan],
+    "makespan with recomputation": lambda case: [case.again.makespan],
     "bubble": lambda case: [case.alone.bubble],
     "span": lambda case: case.alone.spans,
     "peak": lambda case: case.alone.peaks,
@@ -75,7 +77,7 @@ def cases(name: str) -> list[Case]:
     kind = pipelab.schedules[name]
     more = [{"stages_per_rank": number} for number in (1, 2, 3)] if issubclass(kind, Looped) else [{}]
     overlaps = any(isinstance(item, pipelab.Pair) for row in kind(4, 8).plan().rows for item in row)
-    waits = "with latency" in str(kind.closed_forms)
+    waits, recomputes = (f"with {what}" in str(kind.closed_forms) for what in ("latency", "recomputation"))
     found = []
     for (ranks, microbatches), each in product(SIZES, more):
         if kind.refusal(ranks, microbatches) is not None:
@@ -86,14 +88,15 @@ def cases(name: str) -> list[Case]:
         sizes = {"P": ranks, "M": microbatches, "v": schedule.stages_per_rank, "k": schedule.slices, "L": longest}
         for forward, inputs, weights in TIMES:
             backward = inputs + weights
-            letters = sizes | {"F": forward, "I": inputs, "W": weights, "B": backward}
+            letters = sizes | {"F": forward, "I": inputs, "W": weights, "B": backward, "C": 1.25 * forward}
             alone = timing(plan, letters)
+            again = timing(pipelab.with_recompute(plan), letters, recompute=letters["C"]) if recomputes else alone
             slots = [forward + backward, max(forward, backward), forward, backward / 2]
             for pair in slots if overlaps else slots[:1]:
                 paired = timing(plan, letters, pair=pair) if overlaps else alone
                 for latency in [0.5, (forward + backward) / 2, 2 * backward] if waits else [0]:
                     late = timing(plan, letters, latency=latency) if waits else alone
-                    found.append(Case(letters | {"FB": pair, "T": latency}, alone, paired, late))
+                    found.append(Case(letters | {"FB": pair, "T": latency}, alone, paired, late, again))
     return found
 
 

@@ -238,6 +238,11 @@ class Model {
     return one === other && (this.furtherNeeds.get(place) ?? []).includes(giver);
   }
 
+  // Whether a C runs an action's forward again, and holds the activation in its stead.
+  again(place) {
+    return this.find(KINDS.indexOf("C"), this.stage[place], this.microbatch[place]) >= 0;
+  }
+
   gives(place) {
     const found = [],
       [stage, microbatch] = [this.stage[place], this.microbatch[place]];
@@ -335,6 +340,7 @@ class Model {
     const changes = [];
     for (let place = this.first[rank]; place < this.first[rank + 1]; place += 1) {
       const { held } = TRAITS[this.kind[place]];
+      if (held > 0 && KINDS[this.kind[place]] === "F" && this.again(place)) continue;
       if (held) changes.push([held > 0 ? this.start[place] : this.end[place], held]);
     }
     for (const move of this.moves)

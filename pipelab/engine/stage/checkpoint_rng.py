@@ -1,4 +1,4 @@
-"""Random numbers under an activation checkpoint, where several ranks draw from one generator.
+"""Random numbers in a forward that runs again: in a `C`, or a checkpoint where ranks draw from one generator.
 
 A checkpoint runs its part of a stage twice, and resets the random generator for the second run. A generator belongs to
 a device, not to a thread: while other ranks use it, the second run drops other numbers than the first, and the
@@ -6,6 +6,8 @@ gradients belong to no forward. So a step's first micro-batch is watched:
 
     step         note the state of the generators
     3B0 … 0B0    if one has moved since, and the stage's history holds a checkpoint, refuse what draws
+
+A `C` resets no generator. So it is refused wherever it draws, once anything has drawn.
 
 An ordinary backward draws nothing: what draws there is a checkpoint's second run. The mode is slow, and so is a walk
 through the history. A step without a draw costs two looks at the generator.
@@ -31,13 +33,12 @@ from pipelab.errors import EngineError
 def watched(
     runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device], generators: Generators
 ) -> dict[tuple[int, int], _WatchedStage]:
-    """Return, by stage and rank, what runs a step's first backwards where ranks share a random generator."""
-    shared = [_shared(devices, rank) for rank in range(len(devices))]
-    return {
-        place: _WatchedStage(runner, shared[place[1]], generators)
+    """Return, by stage and rank, what runs `C`, and a step's first backwards where ranks share a random generator."""
+    refused = {
+        place: _shared(devices, place[1]) | ({torch.device("cpu"), devices[place[1]]} if runner.recomputed else set())
         for place, runner in runners.items()
-        if shared[place[1]]
     }
+    return {place: _WatchedStage(runners[place], each, generators) for place, each in refused.items() if each}
 
 
 def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
@@ -54,9 +55,10 @@ class Generators:
             does, and would note it for ever if two came and went crosswise.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Find out which they are; `devices` are what each rank runs on."""
-        self._devices = list(set().union(*(_shared(devices, rank) for rank in range(len(devices)))))
+    def __init__(self, devices: Sequence[torch.device], recomputed: bool = False) -> None:
+        """Find out which they are; `devices` are what each rank runs on. If there is a `C`, each one counts."""
+        own = {torch.device("cpu"), *devices} if recomputed else set()
+        self._devices = list(own.union(*(_shared(devices, rank) for rank in range(len(devices)))))
         self._before: list[bytes] = []
         self._moved = False
         self.one_at_a_time = threading.Lock()
@@ -82,14 +84,26 @@ class Generators:
         return [string_at(state.data_ptr(), state.nbytes) for state in states]
 
 
+_UNDER_A_CHECKPOINT = (
+    "under an activation checkpoint ({}), from a generator that it shares with the other ranks: the checkpoint's "
+    "second forward would draw other numbers than the first, and the gradients would be wrong\n"
+    "  try: model.eval() or p=0 for the dropout; no checkpoint around it; a GPU for each rank; or engine='torch', "
+    "where each rank is a process with its own generator"
+)
+_IN_C = (
+    "in a forward that runs again ({}): C would draw other numbers than F, and the gradients would be wrong\n"
+    "  try: model.eval() or p=0 for the dropout; or a plan that does not run this stage again"
+)
+
+
 class _WatchedStage:
-    """Runs the first micro-batch of each step as a stage does, and refuses random numbers under a checkpoint."""
+    """Runs each `C`, and a step's first micro-batch, and refuses random numbers there or under a checkpoint."""
 
-    __slots__ = ("_generators", "_refuses", "_shared", "_stage")
+    __slots__ = ("_generators", "_refused", "_refuses", "_stage")
 
-    def __init__(self, stage: Stage, shared: set[torch.device], generators: Generators) -> None:
+    def __init__(self, stage: Stage, refused: set[torch.device], generators: Generators) -> None:
         self._stage = stage
-        self._shared = shared
+        self._refused = refused
         self._generators = generators
         self._refuses = False
 
@@ -111,6 +125,11 @@ class _WatchedStage:
         """Run the weight gradients (`W`)."""
         self._run(self._stage.backward_weight, microbatch, gradients, kept, loss)
 
+    def recompute(self, microbatch: int, given: None, kept: dict[int, Any], loss: Loss) -> None:
+        """Run one micro-batch forward again (`C`)."""
+        self._refuses = self._generators.moved()
+        self._run(self._stage.recompute, microbatch, given, kept, loss, where=_IN_C)
+
     def _look(self, forward: tuple[Any, Any]) -> None:
         """Look for a checkpoint in the history of what a forward kept, if any stage drew."""
         _, output = forward
@@ -118,10 +137,10 @@ class _WatchedStage:
             [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         )
 
-    def _run(self, act: Callable[..., Any], *given: Any) -> Any:
+    def _run(self, act: Callable[..., Any], *given: Any, where: str = _UNDER_A_CHECKPOINT) -> Any:
         if not self._refuses:
             return act(*given)
-        with self._generators.one_at_a_time, _RefusesDraws(self._stage.index, self._shared):
+        with self._generators.one_at_a_time, _RefusesDraws(self._stage.index, self._refused, where):
             return act(*given)
 
 
@@ -130,23 +149,18 @@ class _RefusesDraws(TorchDispatchMode):
 
     supports_higher_order_operators = True  # flex attention is one, and draws nothing
 
-    def __init__(self, stage: int, devices: set[torch.device]) -> None:
+    def __init__(self, stage: int, devices: set[torch.device], where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's has no annotations
         self._stage = stage
         self._devices = devices
+        self._where = where
 
     def __torch_dispatch__(
         self, operation: Any, _types: Any, args: Sequence[Any] = (), named: Mapping[str, Any] | None = None
     ) -> Any:
         made = operation(*args, **(named or {}))
         if _draws(operation, args, named or {}) and any(each.device in self._devices for each in tensors_of(made)):
-            raise EngineError(
-                f"stage {self._stage} draws random numbers under an activation checkpoint ({operation}), from a "
-                "generator that it shares with the other ranks: the checkpoint's second forward would draw other "
-                "numbers than the first, and the gradients would be wrong\n"
-                "  try: model.eval() or p=0 for the dropout; no checkpoint around it; a GPU for each rank; or "
-                "engine='torch', where each rank is a process with its own generator"
-            )
+            raise EngineError(f"stage {self._stage} draws random numbers {self._where.format(operation)}")
         return made
 
 

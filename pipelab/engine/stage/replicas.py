@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.errors import PARTIAL
-from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
-from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.stage import Stage, State
 from pipelab.engine.stage.tied import accumulate, alias, ties_of
 from pipelab.errors import EngineError
 
@@ -128,12 +127,11 @@ class _Replica(Stage):
         self._rank = rank
         self._is_apart = False
 
-    def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
+    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], state: State | None = None) -> Any:
         """Run one micro-batch forward; after the first one, check that it used the copy's own parameters."""
-        made = super().forward(microbatch, given, kept, loss)
-        if not self._is_apart:
-            _, output = kept[microbatch]
-            used = leaves_of([tensor for tensor in tensors_of(output) if tensor.requires_grad])
+        made = super()._run(microbatch, given, kept, state)
+        if not self._is_apart and torch.is_grad_enabled():
+            used = leaves_of([tensor for tensor in tensors_of(made) if tensor.requires_grad])
             for name, parameter in self._own.named_parameters():
                 if id(parameter) in used:
                     raise EngineError(

@@ -2,6 +2,7 @@
 
     F   input --detach--> leaf --module--> output --> to the next stage, which detaches it
     B   gradient of the output --autograd--> leaf.grad --> to the stage before
+    C   if there is one, F keeps its input only, without history; C does what F does otherwise, but hands nothing on
     I   likewise, as far as leaf.grad needs it; W does the rest
 
 The autograd graph of a micro-batch lives from its forward to its backward, within one stage.
@@ -10,7 +11,7 @@ The autograd graph of a micro-batch lives from its forward to its backward, with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from ctypes import string_at
 from typing import Any
@@ -38,6 +39,9 @@ _HANDED_ON = -2
 
 RETURN_A_CLONE = "return a clone of any tensor that the stage writes into again"
 
+State = dict[str, torch.Tensor]
+"""Parameters or buffers, by name."""
+
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
@@ -46,10 +50,11 @@ class Stage:
 
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
     `names` has the whole model's names for the module's own, for messages. `steps` counts the steps that have begun.
-    `earlier` has, by micro-batch, the earlier slices of its sequence, if sequences are cut into slices.
+    `earlier` has, by micro-batch, the earlier slices of its sequence, if sequences are cut into slices. `recomputed`
+    has the micro-batches whose forward runs again (`C`).
     """
 
-    __slots__ = ("clones_input", "earlier", "index", "is_first", "is_last", "module", "names", "steps")
+    __slots__ = ("clones_input", "earlier", "index", "is_first", "is_last", "module", "names", "recomputed", "steps")
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
@@ -57,6 +62,7 @@ class Stage:
         self.names: Mapping[str, str] = {}
         self.steps = 0
         self.earlier: Sequence[Sequence[int]] = ()
+        self.recomputed: Collection[int] = ()
         self.is_first = index == 0
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
@@ -68,24 +74,34 @@ class Stage:
         The model's output is detached here: with its history, it would hold the last stage's inputs until the step's
         end.
         """
-        leaves: list[torch.Tensor | None] = []
-        entry = given
-        if not self.is_first:
-            entry, leaves = _leaves(given)
-        if self.clones_input:
-            entry = map_tensors(torch.clone, entry)
-        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
-            output = self._call(entry)
+        again = microbatch in self.recomputed
+        with torch.no_grad() if again else nullcontext():
+            output = self._run(microbatch, given, kept)
+        if again:
+            learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
+            output = map_tensors(lambda each: _asking(each) if learns else each, output)
+            kept[microbatch] = (given,)
         if _RETURNED not in kept and loss is not None:  # without one, the torch engine learns shapes
             self.steps += 1
         _require_unwritten(output, kept.setdefault(_RETURNED, {}))
         if self.is_last:
-            kept[microbatch] = (leaves, loss.of(microbatch, output))
+            if not again:
+                kept[microbatch] = (kept[microbatch][0], loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
-        kept[microbatch] = (leaves, output)
-        if self.steps == 1:  # only in the first step, and in `verify`: it waits for a GPU
+        if self.steps == 1 and not again:  # only in the first step, and in `verify`: it waits for a GPU
             kept.setdefault(_HANDED_ON, {})[microbatch] = _checksums(output)
         return output
+
+    def recompute(self, microbatch: int, _given: None, kept: dict[int, Any], loss: Loss) -> None:
+        """Run one micro-batch forward again (`C`), from the input that its forward kept, and keep what `B` needs.
+
+        What the stage writes into its buffers is lost, as its forward has written it.
+        """
+        (given,) = kept.pop(microbatch)
+        buffers = {name: each.clone() for name, each in self.module.named_buffers()}
+        output = self._run(microbatch, given, kept, buffers)
+        if self.is_last:
+            kept[microbatch] = (kept[microbatch][0], loss.of(microbatch, output))
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward (`B`); return the gradient of the stage's input.
@@ -134,9 +150,22 @@ class Stage:
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 
-    def _call(self, entry: Any, run: Callable[[Any], Any] | None = None) -> Any:
+    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], state: State | None = None) -> Any:
+        """Return the output for one micro-batch, and keep it and the leaves of its input."""
+        leaves: list[torch.Tensor | None] = []
+        if not self.is_first:
+            given, leaves = _leaves(given)
+        if self.clones_input:
+            given = map_tensors(torch.clone, given)
+        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
+            output = self._call(given, state)
+        kept[microbatch] = (leaves, output)
+        return output
+
+    def _call(self, entry: Any, state: State | None = None) -> Any:
+        """Return the module's output, with some tensors, by name, in place of the module's own."""
         try:
-            output = self.module(entry) if run is None else run(entry)
+            output = torch.func.functional_call(self.module, state, (entry,)) if state else self.module(entry)
         except Exception as error:
             if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")
@@ -216,6 +245,11 @@ def _checksums(output: Any) -> list[int]:
     known = (each for each in tensors_of(output) if type(each) is torch.Tensor and each.layout is torch.strided)
     lines = (each.detach().cpu().contiguous() for each in known)
     return [crc32(string_at(each.data_ptr(), each.nbytes)) for each in lines]
+
+
+def _asking(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without history, which asks for a gradient if there is one of its type."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _as_sent(gradients: list[torch.Tensor | None]) -> Any:

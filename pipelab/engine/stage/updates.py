@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.stage import Stage, State
 from pipelab.engine.stage.tied import accumulate
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -28,30 +28,26 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _UPDATES = -3
 """The key in `kept` of a step's versions and gradients; other keys are in `stage.py`."""
 
-Version = dict[str, torch.Tensor]
-"""A leaf for each weight, by name."""
-
 
 @dataclass(slots=True)
 class _Versions:
     """What a step keeps of a stage's weights: the newest version, each micro-batch's, and each update's gradients."""
 
-    newest: Version = field(default_factory=dict)
-    of: dict[int, Version] = field(default_factory=dict)
+    newest: State = field(default_factory=dict)
+    of: dict[int, State] = field(default_factory=dict)
     gradients: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 class UpdatingStage(Stage):
     """A stage with an optimizer, which `update` runs. While `frozen`, as in `verify`, it is like any other."""
 
-    __slots__ = ("_optimizer", "_updates", "_using", "frozen")
+    __slots__ = ("_optimizer", "_updates", "frozen")
 
     def __init__(self, stage: Stage, stages: int, make: MakeOptimizer, updates: Sequence[int]) -> None:
         """Take the place of a stage; `updates` are the micro-batches after which it updates."""
         super().__init__(stage.index, stage.module, stages)
         self._optimizer = make([each for each in stage.module.parameters() if each.requires_grad])
         self._updates = updates
-        self._using: Version = {}
         self.frozen = False
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
@@ -61,11 +57,8 @@ class UpdatingStage(Stage):
             if not versions.newest:
                 for name, each in self.module.named_parameters():
                     versions.newest[name] = each.data.requires_grad_(each.requires_grad)
-            self._using = versions.of[microbatch] = versions.newest
-        try:
-            return super().forward(microbatch, given, kept, loss)
-        finally:
-            self._using = {}
+            versions.of[microbatch] = versions.newest
+        return super().forward(microbatch, given, kept, loss)
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward (`B`), with the version of its forward."""
@@ -93,10 +86,9 @@ class UpdatingStage(Stage):
         self._optimizer.zero_grad()
         versions.newest = {}
 
-    def _call(self, entry: Any, run: Callable[[Any], Any] | None = None) -> Any:
-        if self._using:
-            run = lambda given: torch.func.functional_call(self.module, self._using, (given,))  # noqa: E731
-        return super()._call(entry, run)
+    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], state: State | None = None) -> Any:
+        own = {} if self.frozen else kept[_UPDATES].of[microbatch]
+        return super()._run(microbatch, given, kept, own | (state or {}))
 
     def _collect(self, microbatch: int, kept: dict[int, Any]) -> None:
         """Add a micro-batch's gradients to those of the next update; after the last one, to the model's own."""

@@ -1,0 +1,145 @@
+"""A forward that runs again within a plan (`C`) trains as one that does not, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import pipelab
+from pipelab import Plan, with_recompute
+
+LOSS = nn.MSELoss()
+
+
+def made(ranks, *more):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *(make() for make in more)) for _ in range(ranks)))
+
+
+def trained(model, plan, steps=1, **options):
+    """Return a model's gradients after some steps, and its buffers; the model itself stays as it is."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(1)
+    x, y = torch.randn(2 * plan.microbatches, 4), torch.randn(2 * plan.microbatches, 4)
+    with pipelab.Pipeline(model, plan, LOSS, **options) as pipe:
+        losses = [pipe.step(x, y).loss for _ in range(steps)]
+    return [*losses, *(each.grad for each in model.parameters()), *model.buffers(), *model.parameters()]
+
+
+def same(ours, theirs):
+    assert [each is None for each in ours] == [each is None for each in theirs]
+    return all(one is other or torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pipelab.GPipe(3, 4),
+        pipelab.OneFOneB(2, 5),
+        pipelab.ZBH1(2, 4),
+        pipelab.Interleaved1F1B(2, 4),
+        pipelab.DualPipe(2, 4),
+        pipelab.replicate(pipelab.GPipe(2, 2), 2),
+        pipelab.GPipe(1, 3),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_gradients_are_those_without_it_bit_for_bit(plan, ahead):
+    again = with_recompute(plan, ahead=ahead)
+    assert sum(getattr(item, "kind", "") == "C" for row in again.rows for item in row) >= 2
+    model = made(plan.stages)
+    assert same(trained(model, again, 2), trained(model, plan.plan(), 2))
+
+
+def test_a_few_micro_batches_may_run_again_and_verify_agrees():
+    plan = Plan.parse("0F0 0F1 0B0 0C1 0F2 0B1 0B2; 1F0 1B0 1F1 1F2 1C2 1B1 1B2")
+    with pipelab.Pipeline(made(2), plan, LOSS) as pipe:
+        assert pipe.verify(torch.randn(6, 4), torch.randn(6, 4)).exact
+
+
+def test_between_f_and_c_a_rank_keeps_the_input_alone():
+    plan = Plan.parse("0F0 0B0 0F1 0B1; 1F0 1C0 1B0 1F1 1B1")
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)))
+    with pipelab.Pipeline(wide, plan, LOSS) as pipe:
+        use = pipe.memory_use(torch.randn(6, 4), torch.randn(6, 4))
+    held = {str(each.action): each.activations for each in use.curves[1] if each.action}
+    assert held["1F0"] == 3 * 4 * 4
+    assert held["1C0"] > held["1F1"] > 10 * held["1F0"]
+
+
+def test_batch_norm_counts_each_micro_batch_once():
+    model = made(2, partial(nn.BatchNorm1d, 4))
+    plain = pipelab.GPipe(2, 3).plan()
+    assert same(trained(model, with_recompute(plain), 2), trained(model, plain, 2))
+
+
+def test_outputs_with_integers_and_frozen_stages_pass_on_what_has_a_gradient():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, given):
+            value, at = given if isinstance(given, tuple) else (given, torch.arange(4))
+            return self.inner(value)[:, at], at
+
+    class Last(Both):
+        def forward(self, given):
+            return super().forward(given)[0]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Both(), Both(), Last())
+    model[0].requires_grad_(False)
+    plain = pipelab.GPipe(3, 2).plan()
+    assert same(trained(model, with_recompute(plain)), trained(model, plain))
+
+
+def test_autocast_reaches_the_second_forward():
+    model, plain = made(2), pipelab.GPipe(2, 2).plan()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again, once = trained(model, with_recompute(plain)), trained(model, plain)
+    assert same(again, once)
+    assert not same(once, trained(model, plain))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("first", ["eval", "train"])
+def test_random_numbers_are_refused_in_any_step(ranks, first):
+    model = made(ranks, partial(nn.Dropout, 0.5))
+    getattr(model, first)()
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    with pipelab.Pipeline(model, with_recompute(pipelab.GPipe(ranks, 2)), LOSS) as pipe:
+        if first == "eval":
+            pipe.step(x, y)
+        model.train()
+        with pytest.raises(pipelab.StageError, match=r"draws random numbers in a forward that runs again.*bernoulli"):
+            pipe.step(x, y)
+
+
+def test_a_stage_that_draws_may_be_beside_one_that_runs_again():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    with pipelab.Pipeline(model, with_recompute(pipelab.GPipe(2, 2), stages=[0]), LOSS) as pipe:
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def test_with_updates_it_uses_the_version_of_its_forward():
+    plain = pipelab.PipeDream(2, 5).plan()
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.5)}
+    model = made(2)
+    ours, theirs = (trained(model, plan, **options) for plan in (with_recompute(plain), plain))
+    assert same(ours, theirs)
+    assert not torch.equal(ours[-1], list(model.parameters())[-1])
+
+
+def test_processes_and_slices_do_not_run_it():
+    with pytest.raises(pipelab.EngineError, match="recomputation"):
+        pipelab.Pipeline(made(2), with_recompute(pipelab.GPipe(2, 4)), LOSS, engine="torch")
+    with pytest.raises(pipelab.EngineError, match="slices"):
+        pipelab.Pipeline(made(2), with_recompute(pipelab.Seq1F1B(2, 4)), LOSS, sequence_dim=1)

@@ -42,6 +42,7 @@ test: .venv/dev.stamp ## run all tests
 
 newest newest-environment: BIN = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipelab/newest-$(PYTHON_VERSION)/bin
 newest: export PYTHONPATH = $(CURDIR)
+newest: export HYPOTHESIS_PROFILE = quick
 newest: FIRST = first=0; $(BIN)/python -m pipelab conformance || first=$$?;
 newest: ONLY = torch and # a mark: see tests/conftest.py
 newest: newest-environment ## compare with the newest PyTorch, and run the tests that touch it

@@ -1,7 +1,7 @@
 """What all tests share: Hypothesis draws the same examples on every run, unless asked for more.
 
 HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, new ones each time
-HYPOTHESIS_PROFILE=quick make test                        fewer: what `make light` runs with each other Python
+HYPOTHESIS_PROFILE=quick make test                        fewer: for `make light` with another Python, and `make newest`
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one.
 
-    The grader is left out: its tests start many processes, and it needs little of PyTorch.
+    The labs are left out: they start many processes, or wait for emulated devices, and run on the engine.
     """
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
-        folders = {"engine", "conformance", "labs"}.intersection(item.path.relative_to(config.rootpath).parts)
-        if folders and "grading" not in str(item.path):
+        if {"engine", "conformance"}.intersection(item.path.relative_to(config.rootpath).parts):
             item.add_marker("torch")
 
 

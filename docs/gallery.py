@@ -22,6 +22,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import pipelab
+from pipelab.catalogue import moving
 from pipelab.catalogue.bases import SingleStage
 from pipelab.draw.bars import shapes
 from pipelab.draw.page import comparison_page, frame, page
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 RANKS, MICROBATCHES = 4, 8
+KINDS = {**pipelab.schedules, **moving}
 TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
 """Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch are in every line."""
 
@@ -46,7 +48,7 @@ PAPERS = {
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List each schedule's page below the gallery."""
-    below = [{title(name): f"schedules/{name}.md"} for name in pipelab.schedules]
+    below = [{title(name): f"schedules/{name}.md"} for name in KINDS]
     for entry in config.nav or []:
         if isinstance(entry, dict) and entry.get("Schedules") == "schedules/index.md":
             entry["Schedules"] = ["schedules/index.md", *below]
@@ -54,22 +56,24 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def title(name: str) -> str:
-    kind = pipelab.schedules[name].__name__
+    kind = KINDS[name].__name__
     return NAMES.get(kind, kind)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the gallery, and for each schedule its page, its live picture and its thumbnail."""
-    traces = {name: simulated(name) for name in pipelab.schedules}
+    traces = {name: simulated(name) for name in KINDS}
     made: dict[str, str] = {}
     for name, trace in traces.items():
-        made[f"schedules/{name}.md"] = schedule_page(name, trace, traces["1f1b"], edit=editable(files))
+        made[f"schedules/{name}.md"] = schedule_page(
+            name, trace, traces["1f1b"], edit=editable(files) and name not in moving
+        )
         made[f"schedules/{name}.html"] = page(trace)
         if name != "1f1b":
             both = pipelab.compare(trace, traces["1f1b"], names=[trace.name, "1F1B"])
             made[f"schedules/{name}_and_1f1b.html"] = comparison_page(both)
         made[f"schedules/{name}.svg"] = thumbnail(trace)
-    shown = [name for name in traces if name not in ("naive", "delayed")]  # they take three times as long
+    shown = [name for name in pipelab.schedules if name not in ("naive", "delayed")]  # they take three times as long
     side_by_side = pipelab.compare(*(traces[name] for name in shown), names=[title(name) for name in shown])
     made["schedules/side_by_side.html"] = comparison_page(side_by_side)
     wrong = pipelab.compare(
@@ -115,6 +119,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "<!-- schedules -->" in markdown:
         cards = (card(name, simulated(name), edit=editable(files)) for name in pipelab.schedules)
         markdown = markdown.replace("<!-- schedules -->", "\n\n".join(cards))
+        cards = (card(name, simulated(name), edit=False) for name in moving)
+        markdown = markdown.replace("<!-- moving -->", "\n\n".join(cards))
     for comment, ranks, microbatches in re.findall(r"(<!-- frontier (\d+) (\d+) -->)", markdown):
         found = pipelab.frontier(int(ranks), int(microbatches))
         up = "" if page.file.src_uri == "schedules/index.md" else "../../schedules/"
@@ -159,14 +165,15 @@ def sent(trace: Trace) -> int:
 
 
 def simulated(name: str) -> Trace:
-    """Simulate a schedule under the name that papers give it."""
-    trace = pipelab.simulate(pipelab.schedules[name](RANKS, MICROBATCHES))
+    """Simulate a schedule under the name that papers give it; what it sends away takes half a forward."""
+    cost = pipelab.Cost(offload=0.5, load=0.5) if name in moving else None
+    trace = pipelab.simulate(KINDS[name](RANKS, MICROBATCHES), cost)
     return Trace(trace.plan, trace.starts, trace.ends, name=title(name))
 
 
 def card(name: str, trace: Trace, *, edit: bool) -> str:
     """Return a schedule's card as an item of a Markdown list."""
-    kind = pipelab.schedules[name]
+    kind = KINDS[name]
     links = [f"[open]({name}.md)"]
     if edit:
         links.append(f'<a href="../playground/#schedule={name}">edit</a>')
@@ -271,7 +278,7 @@ HALVES = "\nA rank holds two stages, each half of its share: two activations cou
 
 def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
     """Return a schedule's page as Markdown."""
-    kind = pipelab.schedules[name]
+    kind = KINDS[name]
     text = inspect.getdoc(kind)
     text = re.split(r"^(?:Args|Example|Raises):$", text, flags=re.MULTILINE)[0]
     paragraphs = text.strip().split("\n\n")[1:]
@@ -349,7 +356,7 @@ def example(kind: type[pipelab.Schedule]) -> str:
 
 def code(name: str) -> str:
     """Return a schedule's class as a whole file, as a code block; check that it gives the catalogue's plan."""
-    kind = pipelab.schedules[name]
+    kind = KINDS[name]
     if kind is pipelab.Greedy:
         return "It computes its order from its parameters, so there is no list of actions to show."
     source = students_file(kind)

@@ -60,11 +60,14 @@ from pipelab.catalogue import (
     SlimPipe,
     VHalf,
     VMin,
+    ZeroPP,
     schedules,
 )
 from pipelab.catalogue.asynchronous import PipeDream, TwoBW
+from pipelab.catalogue.bpipe import BPipe
 from pipelab.catalogue.building_block import building_block
 from pipelab.catalogue.frontier import frontier
+from pipelab.catalogue.pipe_offload import PipeOffload
 from pipelab.catalogue.recomputation import with_recompute
 from pipelab.catalogue.reroute import reroute
 from pipelab.catalogue.vocabulary import VocabularyParallel
@@ -127,6 +130,7 @@ __all__ = [
     "ZBV",
     "Action",
     "B",
+    "BPipe",
     "BatchError",
     "BitPipe",
     "C",
@@ -161,6 +165,7 @@ __all__ = [
     "Overlapped1F1B",
     "Pair",
     "PipeDream",
+    "PipeOffload",
     "PipelabError",
     "Pipeline",
     "Plan",
@@ -187,6 +192,7 @@ __all__ = [
     "VerificationError",
     "VocabularyParallel",
     "W",
+    "ZeroPP",
     "__version__",
     "all_reduce_time",
     "building_block",

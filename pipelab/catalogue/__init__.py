@@ -11,6 +11,7 @@
 - `zb_h1`: the backward split in two, in 1F1B's memory
 - `zb_h2`: no rank ever waits, for twice the memory
 - `interleaved_zb`: ZB-H1 over several smaller stages per rank
+- `zeropp`: looped breadth-first in units, whose weight gradients fill the gaps between them
 - `zbv`: zero bubble in a V, in 1F1B's memory
 - `v_1f1b`: whole backwards in a V, in two thirds of 1F1B's activations
 - `v_half`: a V that holds half of 1F1B's activations
@@ -25,6 +26,8 @@
 - `slimpipe`: the same over several stages per rank, which holds about one sequence
 - `asynchronous`: 1F1B with updates and without a flush: PipeDream and PipeDream-2BW
 - `vocabulary`: 1F1B with the vocabulary's layer spread over all ranks
+- `bpipe`: 1F1B whose first ranks keep activations on the last ones
+- `pipe_offload`: interleaved 1F1B that sends activations to the host
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `frontier`: how small a bubble a memory buys, by a search over building blocks
@@ -39,6 +42,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from pipelab.catalogue.bitpipe import BitPipe
+from pipelab.catalogue.bpipe import BPipe
 from pipelab.catalogue.chimera import Chimera
 from pipelab.catalogue.delayed import DelayedBackward
 from pipelab.catalogue.dualpipe import DualPipe
@@ -54,6 +58,7 @@ from pipelab.catalogue.looped_bfs import LoopedBFS
 from pipelab.catalogue.naive import Naive
 from pipelab.catalogue.one_f_one_b import OneFOneB
 from pipelab.catalogue.overlapped_1f1b import Overlapped1F1B
+from pipelab.catalogue.pipe_offload import PipeOffload
 from pipelab.catalogue.seq1f1b import Seq1F1B
 from pipelab.catalogue.slimpipe import SlimPipe
 from pipelab.catalogue.v_1f1b import V1F1B
@@ -62,6 +67,7 @@ from pipelab.catalogue.v_min import VMin
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
+from pipelab.catalogue.zeropp import ZeroPP
 from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 
@@ -90,6 +96,7 @@ __all__ = [
     "SlimPipe",
     "VHalf",
     "VMin",
+    "ZeroPP",
     "schedules",
 ]
 
@@ -132,6 +139,7 @@ schedules = Catalogue(
         "zb-h1": ZBH1,
         "zb-h2": ZBH2,
         "interleaved-zb": InterleavedZeroBubble,
+        "zeropp": ZeroPP,
         "zbv": ZBV,
         "v-1f1b": V1F1B,
         "v-half": VHalf,
@@ -148,3 +156,10 @@ schedules = Catalogue(
     }
 )
 """Every schedule by the name that the command line uses."""
+
+moving: dict[str, type[Schedule]] = {"bpipe": BPipe, "pipe-offload": PipeOffload}
+"""Schedules that send activations away and load them again, by the same names.
+
+They are not among `schedules`: engines run their actions, but move nothing, and `simulate` knows moves beside buffered
+transfers only.
+"""

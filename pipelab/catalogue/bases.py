@@ -61,6 +61,11 @@ class Looped(Schedule):
         return range(rank, self.stages, self.ranks)
 
     @property
+    def shortest_round(self) -> int:
+        """How many micro-batches a round has at least, if there are enough."""
+        return self.ranks
+
+    @property
     def rounds(self) -> list[range]:
         """The micro-batches in rounds: a rank runs one round through all its stages before the next round starts.
 
@@ -74,7 +79,7 @@ class Looped(Schedule):
             >>> pipelab.Interleaved1F1B(ranks=4, microbatches=9).rounds
             [range(0, 5), range(5, 9)]
         """
-        count = max(1, self.microbatches // self.ranks)
+        count = max(1, self.microbatches // self.shortest_round)
         length, longer = divmod(self.microbatches, count)
         starts = [length * index + min(index, longer) for index in range(count + 1)]
         return [range(start, stop) for start, stop in pairwise(starts)]

@@ -19,6 +19,9 @@ class LoopedBFS(Looped):
     micro-batches. So a stage's weights are needed only once per direction, and its all-reduce can start while the
     others still compute.
 
+    With sharded weights (FSDP), `pipelab.with_gathers(schedule, 2)` is the paper's BF-PP: a rank gathers the next stage
+    while it computes with this one, `2v - 2` times in all, however many micro-batches there are.
+
     Example:
         >>> import pipelab
         >>> trace = pipelab.simulate(pipelab.LoopedBFS(ranks=4, microbatches=8))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipelab.catalogue import schedules
+from pipelab.catalogue import moving, schedules
 from pipelab.errors import PipelabError, UsageError
 from pipelab.files import text_of
 from pipelab.labs.grading.schedules import own_schedules
@@ -40,7 +40,7 @@ _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTUR
 )
 """Why files with these suffixes hold no schedule; a Python file of the same name is not tried."""
 
-_CLASSES = {kind.__name__: kind for kind in schedules.values()}
+_CLASSES = {kind.__name__: kind for kind in [*schedules.values(), *moving.values()]}
 
 
 def find(
@@ -179,7 +179,7 @@ def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
 
 def _class_of(target: str) -> type[Schedule]:
     """Return the class that a target names: a registered schedule's, or one in a student's file."""
-    kind = schedules.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
+    kind = {**schedules, **moving}.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
     if kind is not None:
         return kind
     suffix = Path(target).suffix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -312,6 +313,79 @@ def test_the_table_of_the_reference_has_every_schedule_and_what_simulate_gives()
         share = f"{100 * max(row.peak_share) + 1e-9:.0f} %"
         peaks = " ".join(map(str, row.peak_activations))
         assert cells == f"{row.makespan:g} | {100 * row.bubble:.1f} % | {peaks} | {share}"
+
+
+def gathers(plan):
+    """Return how often each rank gathers weights."""
+    return [
+        sum(move.action.kind == "UNSHARD" for move in plan.bound.moves if move.rank == r) for r in range(plan.ranks)
+    ]
+
+
+def test_the_references_table_of_gathers_is_what_with_gathers_and_simulate_give():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "schedules.md").read_text(encoding="utf-8")
+    table = page.partition("| schedule | gathers, room for 1 ")[2].partition("\n\n")[0]
+    figures = re.findall(r"^\| `([\w-]+)`.*? \| (.*) \|$", table, re.MULTILINE)
+    assert len(figures) == 4
+    for name, cells in figures:
+        sharded = [pipelab.with_gathers(schedules[name](4, 32, 4), room) for room in (1, 2, 3)]
+        trace = simulate(sharded[1], Cost(gather=1))
+        found = [*(sum(gathers(plan)) for plan in sharded), trace.makespan, max(trace.peak_activations)]
+        assert cells == " | ".join(f"{each:g}" for each in found)
+
+
+def test_bf_pp_gathers_as_rarely_as_a_room_allows_whatever_the_number_of_microbatches():
+    for ranks, microbatches, v in product((1, 2, 3), (1, 3, 8), range(1, 6)):
+        for room in range(1, v + 1):
+            plan = pipelab.with_gathers(pipelab.LoopedBFS(ranks, microbatches, v), room)
+            assert gathers(plan) == [2 * v - room] * ranks
+
+
+def test_zeropp_gathers_at_most_twice_per_stage_and_unit():
+    for ranks, units, v in product((1, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4)):
+        plan = pipelab.with_gathers(pipelab.ZeroPP(ranks, units * (2 * ranks - 1), v), 1)
+        last = units * (2 * v - 2) + 1
+        assert gathers(plan) == [last + 2 * (units - 1)] * (ranks - 1) + [last]
+        assert last + 2 * (units - 1) < 2 * v * units
+
+
+def peak_with_what_a_partner_sends(trace, rank):
+    """Return the most activations on a rank, its own and its partner's, from an offload's start to a load's end."""
+    mine = [(e.start, 1) if e.action.kind == "F" else (e.end, -1) for e in trace.events_of(rank)]
+    theirs = [move for move in trace.moves if move.rank == trace.ranks - 1 - rank]
+    mine += [(e.start, 1) if e.action.kind == "OFFLOAD" else (e.end, -1) for e in theirs]
+    return max(itertools.accumulate(change for _, change in sorted(mine)))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_bpipes_claim_holds_where_a_move_takes_no_longer_than_a_forward(microbatches):
+    for ranks in range(2, 13):
+        size = (ranks, microbatches * ranks + microbatches % 2)
+        trace = simulate(pipelab.BPipe(*size), Cost(offload=1, load=1))
+        assert trace.makespan == simulate(pipelab.OneFOneB(*size)).makespan
+        half = ranks // 2
+        peaks = [*trace.peak_activations[:half]]
+        peaks += [peak_with_what_a_partner_sends(trace, rank) for rank in range(half, ranks)]
+        assert max(peaks) == (ranks + 3) // 2
+        assert peaks[half + ranks % 2 :] == [(ranks + 2) // 2] * half
+
+
+def test_bpipes_claim_does_not_hold_where_a_move_takes_longer():
+    trace = simulate(pipelab.BPipe(8, 24), Cost(offload=2, load=2))
+    assert (trace.makespan, simulate(pipelab.OneFOneB(8, 24)).makespan) == (103, 93)
+    assert (trace.peak_activations[0], (8 + 3) // 2) == (6, 5)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_offloads_as_quick_as_forwards_cost_no_time_and_hold_what_the_form_says(v):
+    for ranks, microbatches in product((1, 2, 3, 5, 8), (1, 4, 5, 8, 16)):
+        usual = simulate(pipelab.Interleaved1F1B(ranks, microbatches, v))
+        for sent in (None, v):
+            trace = simulate(pipelab.PipeOffload(ranks, microbatches, v, sent), Cost(offload=1, load=1))
+            assert trace.makespan == exactly(usual.makespan)
+            assert sent is None or max(trace.peak_activations) <= 3
+    assert simulate(pipelab.Interleaved1F1B(8, 16)).peak_activations[0] == 23
+    assert simulate(pipelab.PipeOffload(8, 16), Cost(offload=1, load=1)).peak_activations[0] == 10
 
 
 # The drawings in the docstrings

@@ -12,6 +12,7 @@ import pytest
 
 import pipelab
 from pipelab import Cost, Plan, simulate
+from pipelab.catalogue import moving
 from pipelab.catalogue.bases import Looped
 
 SIZES = [*((ranks, m) for ranks in (1, 2, 3, 4) for m in range(1, 2 * ranks + 4)), (5, 12), (6, 7), (6, 12), (6, 14)]
@@ -58,9 +59,10 @@ QUANTITIES: dict[str, Callable[[Case], Sequence[float]]] = {
 }
 """What the formulas are about: one number, or one for each rank."""
 
+KINDS = {**pipelab.schedules, **moving}
 FORMS = [
     (name, *key.partition(" if ")[::2], formula)
-    for name, kind in pipelab.schedules.items()
+    for name, kind in KINDS.items()
     for key, formula in kind.closed_forms.items()
 ]
 
@@ -74,7 +76,7 @@ def timing(plan: Plan, letters: dict[str, float], **more: float) -> Timing:
 @cache
 def cases(name: str) -> list[Case]:
     """All times for each size that a schedule accepts; with pairs, and with latency, of a few lengths each."""
-    kind = pipelab.schedules[name]
+    kind = KINDS[name]
     more = [{"stages_per_rank": number} for number in (1, 2, 3)] if issubclass(kind, Looped) else [{}]
     overlaps = any(isinstance(item, pipelab.Pair) for row in kind(4, 8).plan().rows for item in row)
     waits, recomputes = (f"with {what}" in str(kind.closed_forms) for what in ("latency", "recomputation"))
@@ -120,7 +122,7 @@ def mistake(name: str, quantity: str, conditions: Sequence[str], formula: str) -
 
 def test_every_schedule_that_is_no_policy_has_closed_forms_of_its_makespan_and_peak():
     quantities = {(name, quantity) for name, quantity, *_ in FORMS}
-    fixed = [name for name, kind in pipelab.schedules.items() if not issubclass(kind, pipelab.Greedy)]
+    fixed = [name for name, kind in KINDS.items() if not issubclass(kind, pipelab.Greedy)]
     assert quantities >= {(name, quantity) for name in fixed for quantity in ("makespan", "peak")}
 
 

@@ -1,0 +1,78 @@
+"""PipeOffload: interleaved 1F1B that sends the activations that live longest to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
+from pipelab.errors import require_size
+from pipelab.plan.actions import LOAD, OFFLOAD, Action
+
+
+class PipeOffload(Interleaved1F1B):
+    """Interleaved 1F1B that sends activations of each rank's first stages, which live longest, to the host.
+
+        rank 0 | 0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 0F2 0OFFLOAD2 2B0 0F3 0OFFLOAD3 2B1 2F2 0LOAD0 … 0B0 …
+        rank 1 | 1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3B0 3F1 3B1 1F2 …
+
+    An activation leaves right after its forward, and comes back while the action before its backward runs. Half of the
+    stages, the default, saves more than half: of 8 ranks, the first one holds 10 activations instead of 23. If all
+    stages are sent, a rank holds three at most, whatever the number of ranks. That is so, and the step takes as long as
+    interleaved 1F1B, if a stage's activation moves in the time of its forward or less. With slower moves, ranks wait
+    for loads.
+
+    The paper repeats one block of passes uniformly; the order here is interleaved 1F1B's.
+
+    Args:
+        ranks: how many workers the pipeline has.
+        microbatches: how many slices the batch is cut into.
+        stages_per_rank: how many stages each rank holds.
+        sent: of how many of them activations leave; by default, half.
+
+    Example:
+        >>> import pipelab
+        >>> cost = pipelab.Cost(offload=1, load=1)
+        >>> for sent in (1, 2):
+        ...     trace = pipelab.simulate(pipelab.PipeOffload(ranks=4, microbatches=8, sent=sent), cost)
+        ...     print(trace.makespan, trace.peak_activations)
+        28.5 (6, 5, 3, 2)
+        28.5 (3, 3, 3, 2)
+
+    Raises:
+        UsageError: if a number is not a positive whole number.
+    """
+
+    source = (
+        "Wan et al. 2025, PipeOffload (arXiv:2503.01328), abstract: selective offload, of half or all activations; the "
+        "order is interleaved 1F1B's"
+    )
+    closed_forms = {
+        "makespan if M >= P": "(M + (P - 1) / v) * (F + B)",
+        "makespan if M < P": "(P + (M - 1) / v) * (F + B)",
+        "bubble if M >= P": "(P - 1) / (v * M + P - 1)",
+        "peak if M % L == 0 and M > L and v > 1": (
+            "max(2, (v - 1 - (v + 1) // 2) * L + min(2 * (P - 1 - r) + 1, L + 2))"
+        ),
+    }
+
+    sent: int | None = None
+    """Of how many of a rank's stages activations leave; `None` for half, rounded up."""
+
+    def __init__(self, ranks: int, microbatches: int, stages_per_rank: int = 2, sent: int | None = None) -> None:
+        """Keep the sizes."""
+        super().__init__(ranks, microbatches, stages_per_rank)
+        self.sent = None if sent is None else require_size("sent", sent)
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the actions of interleaved 1F1B, and the moves of what is not needed at once."""
+        row = [each for each in super().actions(rank) if isinstance(each, Action)]
+        slots = [(each.microbatch or 0, each.stage or 0) for each in row]
+        sent = range((self.sent or (self.stages_per_rank + 1) // 2) * self.ranks)
+        gone = {slot for slot in slots if slot[1] in sent} - {one for one, other in pairwise(slots) if one == other}
+        for at, action in enumerate(row):
+            if at + 1 < len(row) and row[at + 1].kind == "B" and slots[at + 1] in gone:
+                yield LOAD(*slots[at + 1])
+            yield action
+            if action.kind == "F" and slots[at] in gone:
+                yield OFFLOAD(*slots[at])

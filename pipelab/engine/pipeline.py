@@ -499,6 +499,7 @@ def _require_words(plan: Plan, engine: str, sequence_dim: int | None) -> None:
     if sequence_dim is not None and "C" in plan.bound.kinds:
         raise EngineError(f"{plan.name} has C (recomputation), which no engine runs on slices of a sequence")
     kinds = [kind for kind in plan.bound.kinds if kind in OPTIONAL]
+    kinds += dict.fromkeys(move.action.kind for move in plan.bound.moves if move.action.microbatch is not None)
     if simulated := [f"{kind} ({TRAITS[kind].word})" for kind in kinds if not TRAITS[kind].method]:
         raise EngineError(
             f"{plan.name} has {', '.join(simulated)}, which pipelab checks, simulates and draws, and does not run\n"

@@ -19,6 +19,7 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError, StageError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
+from pipelab.trace.events import Event
 from pipelab.trace.trace import Trace
 
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
@@ -36,6 +37,7 @@ class RankState:
         kept: per stage, what forwards store for their backwards.
         begun: the clock at the start of each action.
         ended: the clock at the end of each action.
+        moves: the clock at the start and at the end of each gather and free, if they are measured.
         position: how many actions are done.
         computing: whether the next one is running.
     """
@@ -46,6 +48,7 @@ class RankState:
     kept: dict[int, dict[int, Any]]
     begun: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
+    moves: list[Sequence[Any]] = field(default_factory=list)
     position: int = 0
     computing: bool = False
 
@@ -161,7 +164,7 @@ class Step:
     def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
         self.loss = loss
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
-        self._times = [(each.begun, each.ended) for each in state.ranks]
+        self._times = [[*zip(each.begun, each.ended, strict=True), *each.moves] for each in state.ranks]
         self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
         self._plan = plan
         self._labels = labels
@@ -184,12 +187,16 @@ class Step:
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
         readings = [
-            clock.nanoseconds([mark for both in zip(*times, strict=True) for mark in both])
+            clock.nanoseconds([mark for both in times for mark in both])
             for clock, times in zip(self._clocks, self._times, strict=True)
         ]
-        origin = min((marks[0] for marks in readings if marks), default=0)
-        starts, ends = ([[(mark - origin) / 1e6 for mark in marks[half::2]] for marks in readings] for half in (0, 1))
-        travel = self._travel()
+        origin = min((min(marks) for marks in readings if marks), default=0)
+        times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
+        bound, travel = self._plan.bound, self._travel()
+        of_rows = [2 * len(row) for row in bound.rows]
+        starts, ends = ([each[half:many:2] for each, many in zip(times, of_rows, strict=True)] for half in (0, 1))
+        moved = [time for each, many in zip(times, of_rows, strict=True) for time in each[many:]]
+        moves = zip(bound.moves, moved[::2], moved[1::2], strict=False)  # in threads, none are measured
         return Trace(
             self._plan,
             starts,
@@ -197,6 +204,7 @@ class Step:
             "ms",
             "measured",
             delay=(lambda value: travel.get(value, 0.0)) if travel else None,
+            moves=[Event(move.rank, move.action, start, end) for move, start, end in moves],
             lanes=self._labels,
             note=self._note,
         )

@@ -45,3 +45,10 @@ def test_a_step_without_gradients_says_how_to_get_the_loss_alone(pipe, without):
     with without(), pytest.raises(pipelab.UsageError, match=r"loss_fn\(pipe.forward\(x\), y\) for the loss alone"):
         pipe.step(*plain.batch(4))
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("engine", ["threads", "torch"])
+def test_no_engine_sends_activations_away(engine):
+    plan = pipelab.Plan.parse("0F0 0OFFLOAD0 0LOAD0 0B0")
+    with pytest.raises(pipelab.EngineError, match=r"OFFLOAD \(offload\), LOAD \(load\)"):
+        pipelab.Pipeline(nn.Sequential(nn.Linear(2, 2)), plan, nn.MSELoss(), engine=engine)

@@ -7,6 +7,7 @@ PyTorch's meta device.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -568,7 +569,8 @@ _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | None, clock: Clock) -> StepState:
     """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
 
-    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each.
+    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each. Gathers
+    and frees count as actions at the end of their row.
 
     The loss gets the values of all micro-batches; it is `None` for an evaluation.
     """
@@ -577,9 +579,11 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | 
     if loss is None:
         state.outputs = _outputs(group, holders, step)
         return state
-    longest = max(map(len, plan.bound.rows))
-    read = step.clocks[0].nanoseconds
-    begun, ended = ([each - clock.ahead_ns for each in read(marks)] for marks in (step.mine.begun, step.mine.ended))
+    moves = Counter(move.rank for move in plan.bound.moves)
+    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.rows))
+    read, moved = step.clocks[0].nanoseconds, zip(*step.mine.moves, strict=True)
+    marks = ([*own, *next(moved, ())] for own in (step.mine.begun, step.mine.ended))
+    begun, ended = ([each - clock.ahead_ns for each in read(both)] for both in marks)
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((begun, ended, step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
@@ -587,15 +591,18 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | 
     every = gathered(own, group)
     stream = step.mine.stream
     _set_losses(loss, every[:, 3 * longest :], holders, stream.runs_on.device)
-    begun_by, ended_by, waited_by = (
-        [row[: len(codes)].tolist() for row, codes in zip(numbers, plan.bound.rows, strict=True)]
-        for numbers in every[:, : 3 * longest].unflatten(1, (3, longest)).unbind(1)
-    )
+    table = every[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
+    ranks, waited_by = [], []
+    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
+        length, last = len(codes), len(codes) + moves[rank]
+        beside: list[Sequence[Any]] = list(zip(starts[length:last], ends[length:last], strict=True))
+        ranks.append(RankState(rank, (), stream, {}, starts[:length], ends[:length], beside))
+        waited_by.append(waits[:length])
     state.outputs = step.outputs
     state.outputs_on = sorted(set(holders))
-    ranks = [RankState(rank, (), stream, {}, *times) for rank, times in enumerate(zip(begun_by, ended_by, strict=True))]
     state.ranks = ranks
-    state.travel = lambda: _travel_ms(plan, begun_by, ended_by, waited_by)
+    times = [each.begun for each in ranks], [each.ended for each in ranks]
+    state.travel = lambda: _travel_ms(plan, *times, waited_by)
     state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"

@@ -52,6 +52,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "_Action.microbatch_index",
         "_Action.stage_index",
         "_ComputationType.REDUCE_GRAD",
+        "_ComputationType.RESHARD",
+        "_ComputationType.UNSHARD",
         "_PipelineScheduleRuntime._initialize_stages",
         "_PipelineScheduleRuntime._step_microbatches",
         "_PipelineScheduleRuntime.register_custom_function",
@@ -185,8 +187,8 @@ def lowered(
     low = lowering(replace(plan.bound, pairs=set()), "pytorch", runtime=Runtime(waits, [ACTIVE_STAGES] * plan.ranks))
     order = []
     for step in low.rows[rank]:
-        if step[0] not in ("run", "SEND", "RECV", "WAIT_SEND"):
-            continue  # a word for sharded models, which these are not
+        if step[0] not in ("run", "SEND", "RECV", "WAIT_SEND", *(("UNSHARD", "RESHARD") if plan.bound.moves else ())):
+            continue  # a word that PyTorch inserts for sharded models, which gather themselves here
         word = found.action.from_str(low.word(step))
         stage, microbatch = word.stage_index, word.microbatch_index
         if microbatch is None:
@@ -202,6 +204,8 @@ def lowered(
     runtime.pipeline_order_with_comms = {rank: order}
     runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
     runtime.register_custom_function(kinds.REDUCE_GRAD, lambda each, _: held[each.stage_index].perform_reduce_grad())
+    runtime.register_custom_function(kinds.UNSHARD, lambda each, _: held[each.stage_index].unshard())
+    runtime.register_custom_function(kinds.RESHARD, lambda each, _: held[each.stage_index].reshard())
     runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
     halted: list[Exception] = []
 

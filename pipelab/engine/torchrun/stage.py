@@ -31,7 +31,7 @@ from pipelab.engine.torchrun.messages import GradientPresence, ValueMeta
 from pipelab.engine.torchrun.replicas import Reducer
 from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError
-from pipelab.plan.actions import Action, B, F, I, R, W
+from pipelab.plan.actions import UNSHARD, Action, B, F, I, R, W
 from pipelab.plan.plan import Plan
 
 
@@ -111,6 +111,8 @@ class ProcessStage:
         self.stage_index_to_group_rank: dict[int, int] = {}
         self._reducer = reducer
         self._sharded: list[Any] = fsdp_modules(runner.module)
+        self._planned = any(move.action == UNSHARD(runner.index) for move in plan.bound.moves)
+        self._gathering: list[Any] = []
         self.presence = GradientPresence(connections.everyone)
 
     def begin(self, step: ProcessStep) -> None:
@@ -123,12 +125,17 @@ class ProcessStage:
         self.sent: list[tuple[int, torch.Tensor, int]] = []
         self.left = sum(each.stage == self.runner.index and each.kind == "B" for each in step.mine.actions)
         step.mine.kept[self.runner.index] = {}
+        for each in self._sharded if self._planned else ():
+            each.set_reshard_after_forward(False, recurse=False)  # the plan says when
 
     def end(self) -> None:
         """Forget the step and its values."""
         del self.step
         for each in self._sharded:
             each.reshard()  # PyTorch leaves that to the next backward
+            if self._planned:
+                each.set_reshard_after_forward(True, recurse=False)
+                each.set_reshard_after_backward(True, recurse=False)
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
         self.presence.clear()
@@ -159,6 +166,7 @@ class ProcessStage:
             given = self._arrived(self.given.pop(microbatch), step.meta(runner.index - 1, microbatch).value)
         if runner.is_last and loss is not None and receive is not None:
             loss.targets[microbatch] = receive(loss.targets[microbatch])
+        self._gathered()
         made = self._run(F(microbatch, runner.index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:
             step.outputs[microbatch] = made
@@ -188,8 +196,9 @@ class ProcessStage:
         for each in self._sharded:
             # As PyTorch's PipelineStage: weights stay whole between backwards; the last one reduces the sum of all.
             each.set_is_last_backward(not self.left)
-            each.set_reshard_after_backward(not self.left)
+            each.set_reshard_after_backward(not self.left and not self._planned)
             each.set_requires_gradient_sync(not self.left)
+        self._gathered()
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
         self.back[microbatch] = self._run(kind(microbatch, self.runner.index), act, gradients)
 
@@ -197,6 +206,28 @@ class ProcessStage:
         """Run the rest of one micro-batch's backward: the weights' gradients."""
         if self.step.loss is not None:
             self._run(W(microbatch, self.runner.index), self.runner.backward_weight, None)
+
+    def unshard(self) -> None:
+        """Begin to gather the stage's weights. They are there at the latest when an action has waited for them."""
+        began = self.step.mine.stream.mark()
+        self._gathering = [each.unshard(async_op=True) for each in self._sharded]
+        self._moved = [began, self.step.mine.stream.mark()]
+        self.step.mine.moves.append(self._moved)
+
+    def _gathered(self) -> None:
+        """Wait for the weights, if they are being gathered."""
+        if self._gathering:
+            for handle in self._gathering:
+                handle.wait()
+            self._gathering, self._moved[1] = [], self.step.mine.stream.mark()
+
+    def reshard(self) -> None:
+        """Free the stage's gathered weights."""
+        self._gathered()
+        began = self.step.mine.stream.mark()
+        for each in self._sharded:
+            each.reshard()
+        self.step.mine.moves.append([began, self.step.mine.stream.mark()])
 
     def perform_reduce_grad(self) -> None:
         """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""

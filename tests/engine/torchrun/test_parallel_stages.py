@@ -7,6 +7,8 @@ from itertools import chain
 import processes
 import pytest
 
+from pipelab import Trace
+
 pytestmark = pytest.mark.dist
 
 
@@ -59,6 +61,25 @@ def test_two_stages_two_replicas_and_two_shards_on_eight_processes_train_as_one_
         assert fact["held"] == [0.5]  # of every parameter of its stage
         assert fact["whole"].startswith("UsageError: this process does not have the whole model")
         assert fact["spread"].startswith("SplitError: layer '0.up' was spread over processes on the meta device")
+
+
+def test_a_plan_says_when_the_weights_of_fsdp2_are_gathered_and_freed():
+    """Bit-equal to FSDP2's own hooks, with no gather but the plan's, each in the trace before the stage's actions."""
+    ended = processes.run_in(2, "own_gathers.py", "1")
+    assert [each.code for each in ended] == [0] * 2, processes.shown(ended)
+    for each in ended:
+        (facts,) = each.facts
+        traces = {name: Trace.from_dict(fact["trace"]) for name, fact in facts.items()}
+        gathers = {name: sum(move.action.kind == "UNSHARD" for move in trace.moves) for name, trace in traces.items()}
+        assert gathers == {"hooks": 0, "2 active": 4, "around each": 24}
+        for name, trace in traces.items():
+            assert facts[name]["equal"], name
+            assert facts[name]["verified"] < 1e-6
+            assert facts[name]["gathers"] == 2 * gathers[name] or name == "hooks"  # two parts of each stage
+            for event in trace.events if trace.moves else ():
+                mine = [move for move in trace.moves if move.action.stage == event.action.stage]
+                last = max((move for move in mine if move.start <= event.start), key=lambda move: move.start)
+                assert event.action.kind == "R" or (last.action.kind == "UNSHARD" and last.end <= event.start)
 
 
 def test_the_script_of_the_documentation_trains_on_a_mesh(folder):

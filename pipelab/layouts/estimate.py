@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any, TypeVar
 
 from pipelab.catalogue import schedules
@@ -18,7 +18,7 @@ from pipelab.layouts.transformer import Layer, Transformer
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.bounds import lower_bound
-from pipelab.simulation.clock import simulate
+from pipelab.simulation.clock import first_replica, simulate
 from pipelab.simulation.cost import Cost
 from pipelab.simulation.links import Links
 from pipelab.simulation.memory import MemoryUse, memory_use
@@ -92,15 +92,35 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     return kind(ranks, microbatches, *((stages_per_rank,) if issubclass(kind, Looped) else ()))  # type: ignore[no-any-return]
 
 
+@lru_cache(maxsize=4096)
+def _places(*sizes: Any) -> list[int]:
+    """Return the rank of each stage of a schedule."""
+    schedule = _schedule(*sizes)
+    return [schedule.place(0, stage) for stage in range(schedule.stages)]
+
+
 @lru_cache(maxsize=64)
-def _plan(schedule: Schedule) -> Plan:
-    return schedule.plan()
+def _plan(*sizes: Any) -> Plan:
+    """Return a schedule's plan, with the all-reduce that each of several replicas has."""
+    return first_replica(_schedule(*sizes).plan())
 
 
 @lru_cache(maxsize=1024)
-def _peaks(*sizes: Any) -> tuple[int, ...]:
-    """Return how many activations each rank of a schedule holds at most."""
-    return simulate(_schedule(*sizes)).peak_activations
+def _holdings(*sizes: Any) -> list[set[tuple[int, ...]]]:
+    """Return what each rank of a schedule holds over the step: of each stage, how many activations, then gradients."""
+    bound = _schedule(*sizes).draft().bound
+    codes, found = bound.codes, []
+    for row in bound.rows:
+        now, over = [0] * (2 * codes.stages), set()
+        for code in row:
+            stage = codes.stage[code]
+            now[stage] += codes.holds[code]
+            if "gw(m,s)" in codes.traits(code).gives:
+                now[codes.stages + stage] = 1
+            over.add(tuple(now))
+            now[stage] -= codes.releases[code]
+        found.append(over)
+    return found
 
 
 def cut(layers: int, stages: int) -> list[range]:
@@ -115,6 +135,29 @@ def cut(layers: int, stages: int) -> list[range]:
     counts = [base + (stage in order[:more]) for stage in range(stages)]
     starts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _stages(model: Transformer, count: int) -> tuple[list[Counter[Layer]], list[int]]:
+    """Return each stage's layers, alike ones counted; and for each stage, the first one that is like it."""
+    first, last = model.layer(0), model.layer(model.layers - 1)
+    cuts = cut(model.layers, count)
+    dense = [len(range(each.start, max(each.start, min(each.stop, model.dense_layers)))) for each in cuts]
+    both = zip(cuts, dense, strict=True)
+    stages = [Counter({first: few}) + Counter({last: len(each) - few}) for each, few in both]
+    found: dict[object, int] = {}
+    keys = ((*layers.items(), stage == 0, stage == count - 1) for stage, layers in enumerate(stages))
+    return stages, [found.setdefault(key, stage) for stage, key in enumerate(keys)]
+
+
+@lru_cache(maxsize=4096)
+def _passes(
+    model: Transformer, device: Device, layer: Layer, tensor: int, context: int, expert: int, size: int, recompute: str
+) -> tuple[Terms, Terms, Terms]:
+    """Return the seconds of a layer's forward, and of its backward for inputs and for weights, in any pipeline."""
+    alone = Layout(tensor=tensor, context=context, expert=expert, replicas=expert, microbatch=size, recompute=recompute)
+    estimate = Estimate(model, alone, device)
+    return estimate.forward(layer), *estimate.backward(layer)
 
 
 @dataclass(frozen=True)
@@ -142,23 +185,22 @@ class Estimate:
     def __post_init__(self) -> None:
         """Refuse a layout that the model cannot have."""
         layout, model = self.layout, self.model
-        sharing = layout.tensor * layout.context * layout.replicas
-        for wrong, why in (
-            (model.heads % layout.tensor, f"tensor={layout.tensor} does not divide {model.heads} heads"),
-            (model.sequence % layout.context, f"context={layout.context} does not divide {model.sequence} tokens"),
-            (
-                layout.expert > 1 and model.experts % layout.expert,
-                f"{model.experts} experts on {layout.expert} devices",
-            ),
-            (sharing % layout.expert, f"expert={layout.expert} does not divide {sharing} devices of a stage"),
-            (
-                layout.pipeline * layout.stages_per_rank > model.layers + 2,
-                f"{layout.pipeline * layout.stages_per_rank} stages, but only {model.layers} layers and two ends",
-            ),
-            (layout.zero not in range(4), f"zero={layout.zero}: expected 0 to 3"),
-        ):
-            if wrong:
-                raise UsageError(f"no such layout: {why}")
+        sharing, stages = layout.tensor * layout.context * layout.replicas, layout.pipeline * layout.stages_per_rank
+        why = ""
+        if model.heads % layout.tensor:
+            why = f"tensor={layout.tensor} does not divide {model.heads} heads"
+        elif model.sequence % layout.context:
+            why = f"context={layout.context} does not divide {model.sequence} tokens"
+        elif layout.expert > 1 and model.experts % layout.expert:
+            why = f"{model.experts} experts on {layout.expert} devices"
+        elif sharing % layout.expert:
+            why = f"expert={layout.expert} does not divide {sharing} devices of a stage"
+        elif stages > model.layers + 2:
+            why = f"{stages} stages, but only {model.layers} layers and two ends"
+        elif layout.zero not in range(4):
+            why = f"zero={layout.zero}: expected 0 to 3"
+        if why:
+            raise UsageError(f"no such layout: {why}")
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -167,8 +209,12 @@ class Estimate:
         Raises:
             UsageError: if it cannot have these sizes.
         """
+        return _schedule(*self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[str, int, int, int]:
         each = self.layout
-        return _schedule(each.schedule, each.pipeline, each.microbatches, each.stages_per_rank)
+        return each.schedule, each.pipeline, each.microbatches, each.stages_per_rank
 
     # --- groups of devices -------------------------------------------------------------------------------------------
 
@@ -246,19 +292,12 @@ class Estimate:
     @cached_property
     def stages(self) -> list[Counter[Layer]]:
         """Each stage's layers, alike ones counted."""
-        first, last = self.model.layer(0), self.model.layer(self.model.layers - 1)
-        cuts = cut(self.model.layers, self.layout.pipeline * self.layout.stages_per_rank)
-        dense = [len(range(each.start, max(each.start, min(each.stop, self.model.dense_layers)))) for each in cuts]
-        both = zip(cuts, dense, strict=True)
-        return [Counter({first: few}) + Counter({last: len(each) - few}) for each, few in both]
+        return _stages(self.model, self.layout.pipeline * self.layout.stages_per_rank)[0]
 
     @cached_property
     def _alike(self) -> list[int]:
         """For each stage, the first one that is like it, so that each kind of stage is computed once."""
-        first: dict[object, int] = {}
-        last = len(self.stages) - 1
-        keys = ((*layers.values(), stage == 0, stage == last) for stage, layers in enumerate(self.stages))
-        return [first.setdefault(key, stage) for stage, key in enumerate(keys)]
+        return _stages(self.model, self.layout.pipeline * self.layout.stages_per_rank)[1]
 
     def _each(self, made: Callable[[int], Made]) -> list[Made]:
         """Return what a function makes of each stage, made once for those alike."""
@@ -270,10 +309,17 @@ class Estimate:
         """For each stage, the seconds of a forward, of a backward for its input and for its weights, term by term."""
         return self._each(self._work)
 
+    @cached_property
+    def _spent(self) -> list[tuple[float, ...]]:
+        """For each stage, the same three as sums."""
+        return self._each(lambda stage: tuple(sum(part.values()) for part in self.work[stage]))
+
     def _work(self, stage: int) -> tuple[Terms, Terms, Terms]:
         parts: tuple[Terms, Terms, Terms] = ({}, {}, {})
+        own = self.layout
+        sizes = (own.tensor, own.context, own.expert, own.microbatch, own.recompute)
         for layer, count in self.stages[stage].items():
-            for part, each in zip(parts, (self.forward(layer), *self.backward(layer)), strict=True):
+            for part, each in zip(parts, _passes(self.model, self.device, layer, *sizes), strict=True):
                 for name, seconds in each.items():
                     part[name] = part.get(name, 0.0) + count * seconds
         for part, (weights, gradients) in zip(parts, _PASSES[self.layout.zero], strict=True):
@@ -285,8 +331,12 @@ class Estimate:
                 part["data parallelism"] = max(0.0, seconds)
         return parts
 
-    def _held(self, stage: int) -> tuple[float, float]:
-        """Return a stage's parameters on one device: without and of its routed experts, before ZeRO shares them."""
+    @cached_property
+    def _held(self) -> list[tuple[float, float]]:
+        """For each stage, the parameters on one device: without and of its routed experts, before ZeRO shares them."""
+        return self._each(self._hold)
+
+    def _hold(self, stage: int) -> tuple[float, float]:
         own = sum(layer.parameters * count for layer, count in self.stages[stage].items())
         experts = sum(layer.experts * count for layer, count in self.stages[stage].items())
         ends = (stage == 0) + (stage == len(self.stages) - 1)
@@ -296,12 +346,12 @@ class Estimate:
     def _shared(self, level: int, stage: int) -> float:
         """Return a stage's parameters on one device, divided by the replicas if ZeRO has at least this level."""
         sizes = [self.groups[name].size if self.layout.zero >= level else 1 for name in _DATA]
-        return sum(held / size for held, size in zip(self._held(stage), sizes, strict=True))
+        return sum(held / size for held, size in zip(self._held[stage], sizes, strict=True))
 
     def _data(self, stage: int, weights: int, gradients: int) -> float:
         """Return the seconds in which the replicas pass a stage's weights and gradients so many times."""
         each = weights * WEIGHT + gradients * GRADIENT
-        held = [(self.groups[name], own * each) for name, own in zip(_DATA, self._held(stage), strict=True) if own]
+        held = [(self.groups[name], own * each) for name, own in zip(_DATA, self._held[stage], strict=True) if own]
         if self.layout.zero == 0:
             return sum(group.all_reduce(size / 2) for group, size in held)
         return sum(group.ring(size) for group, size in held)
@@ -312,7 +362,7 @@ class Estimate:
         return self._each(self._after)
 
     def _after(self, stage: int) -> Terms:
-        hidden = self.layout.overlap * sum(sum(part.values()) for part in self.work[stage])
+        hidden = self.layout.overlap * sum(self._spent[stage])
         update = self._shared(1, stage) * (GRADIENT + 2 * OPTIMIZER + WEIGHT)
         return {
             "data parallelism": max(0.0, self._data(stage, *_AFTER[self.layout.zero]) - hidden),
@@ -323,8 +373,8 @@ class Estimate:
     def terms(self) -> Terms:
         """The seconds of a step, term by term, on the rank that works most; the rest of the step it waits."""
         ranks: list[Terms] = [{} for _ in range(self.layout.pipeline)]
-        for stage, parts in enumerate(self.work):
-            terms = ranks[self._rank(stage)]
+        for stage, (rank, parts) in enumerate(zip(self._ranks, self.work, strict=True)):
+            terms = ranks[rank]
             for many, part in [*((self.layout.microbatches, part) for part in parts), (1, self.after[stage])]:
                 for name, seconds in part.items():
                     terms[name] = terms.get(name, 0.0) + many * seconds
@@ -337,9 +387,7 @@ class Estimate:
         Before its first stage, a micro-batch passes all earlier stages forwards, and after it, all of them backwards.
         """
         work, first, before = [0.0] * self.layout.pipeline, [-1.0] * self.layout.pipeline, 0.0
-        for stage, kind in enumerate(self._alike):
-            forward, inputs, weights = (sum(part.values()) for part in self.work[kind])
-            rank = self._rank(stage)
+        for rank, (forward, inputs, weights) in zip(self._ranks, self._spent, strict=True):
             work[rank] += self.layout.microbatches * (forward + inputs + weights)
             first[rank] = before if first[rank] < 0 else first[rank]
             before += forward + inputs
@@ -349,7 +397,8 @@ class Estimate:
     @cached_property
     def sent(self) -> dict[str, tuple[float, float]]:
         """The bytes that each device of the first rank sends in a step: inside its node, and between nodes."""
-        many, found, stages = self.layout.microbatches, dict.fromkeys(_MOVES, (0.0, 0.0)), self._stages_of(0)
+        many, found = self.layout.microbatches, dict.fromkeys(_MOVES, (0.0, 0.0))
+        stages = [stage for stage, rank in enumerate(self._ranks) if rank == 0]
 
         def add(name: str, group: str, size: float) -> None:
             found[name] = tuple(map(sum, zip(found[name], self.groups[group].sent(size), strict=True)))  # type: ignore[assignment]
@@ -360,7 +409,7 @@ class Estimate:
                     add(name, name, many * count * size * (there * (1 + (self.layout.recompute == "full")) + back))
             each = [sum(numbers) for numbers in zip(*_PASSES[self.layout.zero], strict=True)]
             weights, gradients = (many * often + end for often, end in zip(each, _AFTER[self.layout.zero], strict=True))
-            for name, held in zip(_DATA, self._held(stage), strict=True):
+            for name, held in zip(_DATA, self._held[stage], strict=True):
                 add("data", name, held * (weights * WEIGHT + gradients * GRADIENT))
             ends = (stage == 0) + (stage == len(self.stages) - 1)
             travels = many * (2 - ends) * self.boundary / self.layout.tensor
@@ -369,11 +418,10 @@ class Estimate:
             found["pipeline"] = (inside + travels * near, between + travels * (not near))
         return found
 
-    def _rank(self, stage: int) -> int:
-        return self.schedule.place(0, stage)
-
-    def _stages_of(self, rank: int) -> list[int]:
-        return [stage for stage in range(len(self.stages)) if self._rank(stage) == rank]
+    @property
+    def _ranks(self) -> list[int]:
+        """The rank of each stage."""
+        return _places(*self._sizes)
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 
@@ -385,7 +433,7 @@ class Estimate:
     @cached_property
     def cost(self) -> Cost:
         """The stages' times, for `pipelab.simulate`, in seconds."""
-        sums = [[sum(part.values()) for part in parts] for parts in self.work]
+        sums = self._spent
         links = Links(self._per_node, self.device.link(), self.device.link(inside=False))
         boundary = self.boundary / self.layout.tensor
         return Cost(
@@ -404,7 +452,7 @@ class Estimate:
     @cached_property
     def trace(self) -> Trace:
         """The step, simulated: the pipeline, and after it gradients, weights and the optimizer."""
-        return simulate(_plan(self.schedule), self.cost, replicas=2)
+        return simulate(_plan(*self._sizes), self.cost)
 
     @property
     def seconds(self) -> float:
@@ -424,16 +472,20 @@ class Estimate:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def memory(self) -> Memory:
         """The bytes of each stage, for `pipelab.memory_use`."""
-        shared = {level: self._each(partial(self._shared, level)) for level in (1, 2, 3)}
-        return Memory(
-            weights=[each * WEIGHT for each in shared[3]],
-            gradients=[each * GRADIENT for each in shared[2]],
-            optimizer=[each * OPTIMIZER for each in shared[1]],
-            activations=self._each(self._kept),
-        )
+        weights, gradients, optimizer, activations = zip(*self._stored, strict=True)
+        return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations)
+
+    @cached_property
+    def _stored(self) -> list[tuple[int, ...]]:
+        """For each stage, the bytes of its weights, gradients and optimizer's state, and of a micro-batch."""
+        return self._each(self._store)
+
+    def _store(self, stage: int) -> tuple[int, ...]:
+        levels = ((3, WEIGHT), (2, GRADIENT), (1, OPTIMIZER))
+        return *(round(self._shared(level, stage) * size) for level, size in levels), round(self._kept(stage))
 
     def _kept(self, stage: int) -> float:
         """Return the bytes that a stage keeps for a micro-batch; the last one its output and its logits in 32 bits."""
@@ -451,17 +503,12 @@ class Estimate:
         return memory_use(self.trace, self.memory)
 
     @property
-    def least_bytes(self) -> float:
-        """Bytes that the fullest rank holds at least: its weights, and its smallest stage as often as it holds one."""
-        each, memory = self.layout, self.memory
-        rounds = min(each.microbatches, 2 * each.pipeline)  # more do not make a schedule hold less
-        count = _peaks(each.schedule, each.pipeline, rounds, each.stages_per_rank)
-        always, least = [self.working] * each.pipeline, [math.inf] * each.pipeline
-        for stage, sizes in enumerate(zip(memory.weights, memory.optimizer, memory.activations, strict=True)):  # type: ignore[arg-type]
-            rank = self._rank(stage)
-            always[rank] += sum(sizes[:2])
-            least[rank] = min(least[rank], sizes[2])
-        return max(own + many * one for own, many, one in zip(always, count, least, strict=True))
+    def one_microbatch(self) -> int:
+        """Bytes that the fullest rank holds of its weights, the optimizer's state and one micro-batch's activations."""
+        held = [0] * self.layout.pipeline
+        for rank, (weights, _, optimizer, kept) in zip(self._ranks, self._stored, strict=True):
+            held[rank] += weights + optimizer + kept
+        return max(held)
 
     @property
     def working(self) -> float:
@@ -479,5 +526,10 @@ class Estimate:
 
     @property
     def bytes(self) -> tuple[float, ...]:
-        """The most bytes that each rank of the pipeline holds."""
-        return tuple(peak + self.working for peak in self.use.peaks)
+        """The most bytes that each rank of the pipeline holds: the peaks of `use`, from the order of its actions."""
+        always = [0] * self.layout.pipeline
+        for rank, (weights, _, optimizer, _) in zip(self._ranks, self._stored, strict=True):
+            always[rank] += weights + optimizer
+        each = [kept for *_, kept in self._stored] + [gradients for _, gradients, *_ in self._stored]
+        peaks = [max(sum(map(mul, counts, each)) for counts in over) for over in _holdings(*self._sizes)]
+        return tuple(self.working + own + peak for own, peak in zip(always, peaks, strict=True))

@@ -126,7 +126,7 @@ def layout(
     All sizes of tensor, context, expert, data and pipeline parallelism are tried that divide the devices, with every
     level of ZeRO, micro-batch, schedule, number of stages and recomputation; sequences are cut into parts of 4,096
     tokens or more. Each layout has a time that it cannot undercut: pipelab simulates layouts in this order, until no
-    other can be among the quickest. 64 devices take half a minute.
+    other can be among the quickest. 64 devices take a few seconds.
 
     Args:
         model: the model's sizes; or a file with them, TOML or a Hugging Face model's `config.json`.
@@ -158,7 +158,7 @@ def layout(
     tried = [
         Estimate(model, each, kind) for each in _layouts(model, kind, require_size("gpus", gpus), batch, schedules)
     ]
-    fitting = [each for each in tried if each.least_bytes <= cap]
+    fitting = [each for each in tried if each.one_microbatch <= cap]
     found: list[tuple[float, int, Estimate]] = []
     for number, each in enumerate(sorted(fitting, key=lambda each: each.at_least)):
         if len(found) >= top and each.at_least > found[top - 1][0]:
@@ -167,7 +167,7 @@ def layout(
             insort(found, (each.seconds, number, each))
             del found[top:]
     if not found:
-        least = min((each.least_bytes for each in tried), default=0) / GB
+        least = min((each.one_microbatch for each in tried), default=0) / GB
         raise UsageError(
             f"none of {len(tried)} layouts of {batch} sequences on {gpus} devices fits into {cap / GB:g} GB"
             + (f": each needs {least:.1f} GB or more\n  try: more devices" if tried else "")

@@ -78,7 +78,7 @@ def simulate(
     """
     plan = as_plan(plan).reducing(beside=False)
     if require_size("replicas", replicas) > 1:
-        plan = _first_replica(plan, replicas)
+        plan = first_replica(plan, f"{plan.name}, 1 of {replicas} replicas")
     cost = as_cost(cost)
     require_words(order, transport)
     sends = None if max_outstanding_sends is None else require_size("max_outstanding_sends", max_outstanding_sends)
@@ -125,7 +125,7 @@ def simulate(
     )
 
 
-def _first_replica(plan: Plan, replicas: int) -> Plan:
+def first_replica(plan: Plan, name: str = "") -> Plan:
     """Return the plan with the all-reduces that each of its replicas has, in the places where `replicate` has them.
 
     One rank stands for its whole group: the others arrive at the all-reduce at the same time.
@@ -133,7 +133,7 @@ def _first_replica(plan: Plan, replicas: int) -> Plan:
     require_legal(plan)
     alone = BoundPlan.bind(plan.written, plan.stages, plan.microbatches, plan.place, plan.after)
     bound = with_reduces(alone, every_stage=True)
-    return plan.with_rows(map(bound.items, range(plan.ranks)), f"{plan.name}, 1 of {replicas} replicas")
+    return plan.with_rows(map(bound.items, range(plan.ranks)), name or plan.name)
 
 
 def _clock(

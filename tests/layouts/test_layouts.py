@@ -52,6 +52,14 @@ def test_the_first_and_the_last_stage_have_fewer_layers():
     assert [len(each) for each in cut(10, 4)] == [2, 3, 3, 2]
 
 
+def test_stages_of_as_many_layers_but_of_another_kind_have_their_own_sizes():
+    sizes = SMALL | {"layers": 4, "experts": 8, "active": 2, "expert_ffn": 1024, "dense_layers": 2}
+    estimate = Estimate(Transformer(**sizes), Layout(pipeline=4, microbatches=4, expert=1), device("h100"))
+    parameters = [estimate.model.layer(stage).parameters + estimate.model.layer(stage).experts for stage in range(4)]
+    assert estimate.memory.weights[1:3] == tuple(2 * each for each in parameters[1:3])
+    assert parameters[1] != parameters[2]
+
+
 def test_a_search_finds_what_trying_everything_finds():
     model = Transformer(**SMALL)
     few = pipelab.layout(model, gpus=4, memory=12, batch=8, top=3, schedules=["1f1b", "interleaved-1f1b"])
@@ -59,7 +67,8 @@ def test_a_search_finds_what_trying_everything_finds():
     assert few.rows == every.rows[:3]
     for estimate in every.estimates:
         assert estimate.at_least <= estimate.seconds * (1 + 1e-9)
-        assert estimate.least_bytes <= max(estimate.bytes) <= 12e9
+        assert estimate.one_microbatch <= max(estimate.bytes) <= 12e9
+        assert [each - estimate.working for each in estimate.bytes] == pytest.approx(estimate.use.peaks)
 
 
 def test_what_fits_nowhere_is_refused_with_the_least_that_is_needed():

@@ -103,7 +103,6 @@ class Faults(list[Fault]):
         return str(ScheduleError(self, self.subject)) if self else f"{clean(self.subject)} is right: no fault"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         from pipelab import draw
 
         return draw.faults_html(self)

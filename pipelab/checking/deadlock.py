@@ -162,7 +162,6 @@ def cycle_fault(
 
 
 def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
-    """Return the plan with a repair, for a picture."""
     if not found.rows or sum(map(len, found.rows)) > _MOST_KEPT:
         return None
     codes, ranks = bound.codes, bound.rank_of_slot
@@ -206,7 +205,6 @@ def _blocked_ranks(cycle: list[_RankWait]) -> list[BlockedRank]:
 
 
 def _summary(ranks: list[int]) -> str:
-    """Return which rank waits for which, in one line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} waits for itself"
     others = _shortened([*ranks[2:], ranks[0]])

@@ -258,7 +258,6 @@ def _numbers_swapped(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 
 
 def _names_both(action: object) -> TypeGuard[Action]:
-    """Return whether something is an action of one micro-batch on one stage."""
     return (
         isinstance(action, Action) and action.kind in PER_MICROBATCH and None not in (action.microbatch, action.stage)
     )

@@ -39,7 +39,6 @@ def schedules() -> None:
 
 
 def _sizes_of(kind: type[pipelab.Schedule]) -> str:
-    """Return which sizes a schedule accepts, in words."""
     letters = set("".join(kind.needs.values()))
     sizes = [] if letters & {"P", "M"} else ["any number of ranks and micro-batches"]
     return ", ".join([*sizes, *kind.needs, *([] if "v" in letters else ["any number of stages per rank"])])

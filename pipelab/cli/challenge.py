@@ -106,7 +106,6 @@ def _said(attempt: Attempt) -> str:
 
 
 def _file() -> Path:
-    """Return where the best results are kept."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "pipelab" / "challenges.json"
 
@@ -140,7 +139,6 @@ def _keep(attempt: Attempt) -> None:
 
 
 def _sheet() -> str:
-    """Return all levels with answers, as Markdown."""
     lines = ["# Levels of `pipelab challenge`, with answers"]
     for number, each in enumerate(levels().values(), 1):
         lines += [f"\n## {number}. {each.title} (`{each.name}`)", each.story, f"{each.given}."]

@@ -42,32 +42,22 @@ Save = Annotated[
     typer.Option("--save", "-o", help="a file to write: html svg png pdf json txt, or csv for the plan; repeatable"),
 ]
 SaveComparison = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--save",
-        "-o",
-        help="a file to write: html svg png pdf txt csv md tex; repeatable",
-    ),
+    list[Path] | None, typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv md tex; repeatable")
 ]
 SaveFaults = Annotated[
-    list[Path] | None,
-    typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable"),
+    list[Path] | None, typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable")
 ]
 SaveRun = Annotated[
     list[Path] | None,
     typer.Option(
-        "--save",
-        "-o",
-        help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable",
+        "--save", "-o", help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable"
     ),
 ]
 PostingOrder = Annotated[
-    Order,
-    typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire"),
+    Order, typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire")
 ]
 TransportWord = Annotated[
-    Transport,
-    typer.Option("--transport", help="which sends and receives wait for each other; see the page The wire"),
+    Transport, typer.Option("--transport", help="which sends and receives wait for each other; see the page The wire")
 ]
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
 _Replicas = Annotated[
@@ -248,7 +238,6 @@ class Times:
 
 
 def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:
-    """Return several copies of a schedule or a plan, side by side."""
     return subject if replicas == 1 else replicate(untimed(subject), replicas)
 
 

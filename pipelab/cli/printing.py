@@ -129,7 +129,6 @@ def say(sentence: str) -> None:
 
 
 def _width() -> int:
-    """Return the width of the terminal in characters."""
     return shutil.get_terminal_size((text.PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else text.PLAIN_WIDTH
 
 

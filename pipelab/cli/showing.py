@@ -198,7 +198,6 @@ def _row(line: Line) -> dict[str, Any]:
 
 
 def _numbers(runs: Sequence[Numbers]) -> str:
-    """Return how equal gradients and losses are."""
     if not all(each.same_gradients for each in runs):
         return f"{max(each.difference for each in runs):.1e}"
     return "" if not runs else "bit-equal" if all(each.same_loss for each in runs) else "loss differs"

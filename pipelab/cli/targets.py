@@ -117,7 +117,6 @@ def _accepts(target: str, *sizes: Any) -> bool:
 
 
 def _title(target: str, own: dict[str, Any] | None = None) -> str:
-    """Return a target on one line, with its parameters in parentheses."""
     if is_plan(target):
         return "; ".join(map(str.strip, lines_of(target)))
     return f"{target}({', '.join(f'{name}={value!r}' for name, value in own.items())})" if own else target
@@ -256,7 +255,6 @@ def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a Python literal's value, or the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -404,7 +402,6 @@ def _unimported(path: Path, error: BaseException) -> str:
 
 
 def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
-    """Return the schedule class with this name, or the only one."""
     own = own_schedules(module)
     if name in own or (len(own) == 1 and not name):
         return own[name or next(iter(own))]

@@ -11,7 +11,6 @@ from pipelab.plan.actions import Item
 
 
 def _named(name: str) -> Any:
-    """Return something of PyTorch's module of schedules."""
     try:
         return getattr(load().schedules, name)
     except AttributeError:

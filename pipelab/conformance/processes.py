@@ -113,7 +113,6 @@ def _answers(pipes: Sequence[Connection], deadline: float, timeout: float) -> li
 
 
 def _merged(answers: Sequence[dict[str, Any]]) -> JobResult:
-    """Combine the ranks' results of one job."""
     gradients = {stage: each for answer in answers for stage, each in answer["gradients"].items()}
     loss = next(answer["loss"] for answer in answers if answer["loss"] is not None)
     outcome = Outcome([gradient for _, each in sorted(gradients.items()) for gradient in each], loss)

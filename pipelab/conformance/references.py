@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.conformance.processes import Job
-from pipelab.conformance.recording import (
-    NATIVE,
-    NativeRefusalError,
-    executed,
-    executed_by_runtime,
-    lowered_by_pytorch,
-)
+from pipelab.conformance.recording import NATIVE, NativeRefusalError, executed, executed_by_runtime, lowered_by_pytorch
 from pipelab.conformance.steps import Outcome, step_of_class, step_of_plan
 from pipelab.conformance.workload import fixed_model, fixed_task
 from pipelab.plan.actions import Action

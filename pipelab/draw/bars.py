@@ -177,7 +177,6 @@ class Lanes:
         return {kind: times[len(times) // 4] for kind, times in counted.items() if times}
 
     def _named(self, code: int) -> tuple[Action, str]:
-        """Return the action of a code, and its label."""
         if code not in self._labels:
             action = self.trace.plan.bound.codes.action(code)
             named = action if self.names_stages else Action(action.kind, action.microbatch)

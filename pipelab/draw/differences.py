@@ -149,7 +149,6 @@ def _sums(found: Diff) -> list[str]:
 
 
 def _listed(sums: Iterable[tuple[float, str]]) -> str:
-    """Return sums that are not 0, largest first."""
     there = [(value, name) for value, name in sums if number(value) != "0"]
     shown = sorted(there, key=lambda each: -abs(each[0]))
     more = [f"{len(shown) - 8} more"] if len(shown) > 8 else []

@@ -210,7 +210,6 @@ class Table:
         return self.text()
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         title, *notes = [f"<p>{html.escape(clean(text))}</p>" if text else "" for text in (self.title, *self.notes)]
         return "\n".join(filter(None, [title, *map(_html_table, self._blocks()), *notes]))
 
@@ -233,7 +232,6 @@ class Table:
         ]
 
     def _left(self) -> list[int]:
-        """Return the places of the columns that are set flush left."""
         words = [place for place, column in enumerate(self.columns) if column.left and self.across is None]
         return sorted({0, *words})
 

@@ -212,7 +212,6 @@ class _Cell:
 
 
 def _usual_cells(lanes: Sequence[Lanes], ranks: Sequence[int]) -> list[_Cell]:
-    """Return the usual cell of every kind of action but `R`."""
     return [
         _Cell(kind, each.longest_label(kind), time)
         for each in lanes
@@ -439,7 +438,6 @@ def pair_cell(forward: str, backward: str, width: int) -> str:
 
 
 def _painted(text: str, bar: Bar) -> str:
-    """Return a cell with colour codes around it."""
     paper = bar.colour
     front = 231 if colours.ink(paper) == "#FFFFFF" else 16
     return f"\x1b[38;5;{front};48;5;{colours.ansi(paper)}m{text}\x1b[0m"

@@ -198,7 +198,6 @@ def _fall(losses: Sequence[float]) -> str:
 
 
 def _total(row: Mapping[str, Any]) -> str:
-    """Return the bytes of all devices in words, such as `int8 2,160 bytes, 2,448 with scales`."""
     devices, scales = row["stages"] * row["replicas"], row["scale_bytes"]
     payload = row["payload_bytes"] * devices
     more = f", {wording.number(payload + scales * devices)} with scales" if scales else ""

@@ -293,7 +293,6 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
 
 
 def _definition(name: str) -> str:
-    """Return the first line of a figure's docstring."""
     return str(getattr(Hybrid, name).__doc__).splitlines()[0]
 
 

@@ -98,13 +98,11 @@ class Comparison:
         return text.comparison(self, colour=False)
 
     def _repr_html_(self) -> str:
-        """Return the page that a notebook shows, in a frame."""
         from pipelab import draw
 
         return draw.comparison_html(self)
 
     def _repr_svg_(self) -> str:
-        """Return the figure that a notebook shows."""
         from pipelab.draw import figure
 
         return figure.comparison_svg(self)

@@ -431,10 +431,7 @@ class Cost:
         return (
             times
             | {kind: self._each(name, plan, share) for kind, name in named.items()}
-            | {
-                "out": outputs,
-                "gin": gradients,
-            }
+            | {"out": outputs, "gin": gradients}
         )
 
     def pair_times(self, plan: Plan) -> list[float] | None:

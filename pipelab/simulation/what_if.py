@@ -135,7 +135,6 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
 
 
 def _actions(trace: Trace, where: Mapping[int, tuple[int, int]]) -> tuple[list[str], list[int], list[int]]:
-    """Return kind, stage and rank of the actions, in the order of `where`."""
     bound = trace.plan.bound
     codes = [(bound.rows[rank][index], rank) for rank, index in where.values()]
     kind, stage = bound.codes.kind, bound.codes.stage

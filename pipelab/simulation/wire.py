@@ -20,16 +20,7 @@ from pipelab.plan.actions import HALVES
 from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
-from pipelab.plan.transfers import (
-    Lookahead,
-    Lowering,
-    Order,
-    Runtime,
-    Transport,
-    lookaheads,
-    lowered,
-    require_words,
-)
+from pipelab.plan.transfers import Lookahead, Lowering, Order, Runtime, Transport, lookaheads, lowered, require_words
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
@@ -172,11 +163,7 @@ def _version(torch: str | None) -> tuple[int, ...]:
 
 
 def lower(
-    plan: Plan | ScheduleLike,
-    cost: Cost | None = None,
-    *,
-    order: Order = "pytorch",
-    transport: Transport = "buffered",
+    plan: Plan | ScheduleLike, cost: Cost | None = None, *, order: Order = "pytorch", transport: Transport = "buffered"
 ) -> LoweredPlan:
     """Return a plan with its sends and receives, in the order that PyTorch gives them or in another one.
 

@@ -181,7 +181,6 @@ class Diff(Sequence[Change]):
         return differences.text(self)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         from pipelab.draw import differences
 
         return differences.table(self, differences.MOST)._repr_html_()

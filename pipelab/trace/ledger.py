@@ -99,10 +99,7 @@ def _of_rank(trace: Trace, found: Waits, rank: int, came: Mapping[int, float]) -
                 moved = [need.transfer.start for need in needs if need.transfer]
                 parts = [
                     ("dependency", max((need.ended for need in needs), default=free)),
-                    (
-                        "behind another transfer",
-                        max(moved, default=free),
-                    ),
+                    ("behind another transfer", max(moved, default=free)),
                     ("transfer", max((need.there for need in needs), default=free)),
                 ]
             if not reduces:
@@ -195,5 +192,4 @@ class Ledger(Sequence[Mapping[Reason, float]]):
         return str(self.table)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
         return self.table._repr_html_()

@@ -226,7 +226,6 @@ def _received(file: File, start: float, end: float) -> float | None:
 
 
 def _within(rows: list[Span], start: float, end: float) -> list[Span]:
-    """Return the spans that begin within another one."""
     low, high = (bisect_left(rows, at, key=lambda each: each[0]) for at in (start, end))
     return rows[low:high]
 
@@ -424,7 +423,6 @@ def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int,
 
 
 def _median(files: Sequence[File]) -> int:
-    """Return the number of the step of median length."""
     lengths = [
         max(row[-1].end - row[0].start for row in rows) for rows in zip(*(each.steps for each in files), strict=True)
     ]

@@ -416,13 +416,11 @@ class Trace:
         )
 
     def _repr_html_(self) -> str:
-        """Return the page that a notebook shows, in a frame."""
         from pipelab import draw
 
         return draw.trace_html(self)
 
     def _repr_svg_(self) -> str:
-        """Return the figure that a notebook shows."""
         from pipelab.draw import figure
 
         return figure.svg(self)

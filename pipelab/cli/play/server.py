@@ -236,7 +236,6 @@ class _Answer(BaseHTTPRequestHandler):
                 self._send("there is no such page", 404, "text/plain")
 
     def _page(self, asked: dict[str, str]) -> None:
-        """Answer with the page around the picture, or with all schedules."""
         stage, name = self.server.stage, asked.get("schedule", "")
         if name in schedules or (not name and stage.target is not None and "gallery" not in asked):
             self._send(_player(name, stage))
@@ -244,7 +243,6 @@ class _Answer(BaseHTTPRequestHandler):
             self._send(_gallery(stage.target))
 
     def _draw(self, asked: dict[str, str]) -> None:
-        """Answer with the picture."""
         stage, name = self.server.stage, asked.get("schedule", "")
         answer = stage.draw(asked | {"schedule": name if name in schedules else stage.target or ""})
         self._send(answer.get("page") or _fault(answer["fault"]))
@@ -296,13 +294,11 @@ def _player(name: str, stage: _Stage) -> str:
 
 
 def _gallery(target: str | None) -> str:
-    """Return a page with a card for each schedule that comes with pipelab."""
     back = f'<p><a href="?">{html.escape(clean(target))}</a></p>' if target is not None else ""
     return _filled("gallery.html", back=back, cards="\n".join(_card(name) for name in schedules))
 
 
 def _card(name: str) -> str:
-    """Return a schedule's card: a small picture, its figures, and where it comes from."""
     kind = schedules[name]
     trace = simulate(kind(4, 8))
     words = [(kind.__doc__ or "").strip().splitlines()[0], wording.figures(trace), kind.source]

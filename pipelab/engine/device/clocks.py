@@ -71,8 +71,6 @@ HOST = HostClock()
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
-    """A moment on both clocks."""
-
     event: torch.cuda.Event
     host_ns: int
     error_ns: int

@@ -468,7 +468,6 @@ def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, receive: 
 def _broadcast(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
 ) -> torch.Tensor:
-    """Return the source's tensor, on the CPU."""
     if dist.get_rank(group) == source and tensor is not None:
         sent = tensor.detach().cpu().contiguous()
     else:

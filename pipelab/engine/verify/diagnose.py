@@ -424,11 +424,7 @@ class _Case:
         return {name: Compared(name not in wrong, each, off[name]) for name, each in factors.items()}
 
     def _result(
-        self,
-        found: Finding,
-        counts: torch.Tensor | None = None,
-        residual: float = 0.0,
-        wrong: Sequence[str] = (),
+        self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0, wrong: Sequence[str] = ()
     ) -> Diagnosis:
         """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
         hint = HINTS.get(found.code, "").format(microbatches=len(self._ones), replicas=self.sizes.replicas)
@@ -455,7 +451,6 @@ def _norms(table: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Ten
 
 
 def _left(table: torch.Tensor, counts: torch.Tensor) -> float:
-    """Return the norm of what these counts do not explain."""
     return math.sqrt(max(0.0, float(_signed(counts) @ table @ _signed(counts))))
 
 

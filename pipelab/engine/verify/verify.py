@@ -213,11 +213,7 @@ def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
     """
     x, y = pipe.engine.share_batch(x, y)
     loss = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
-    with (
-        pipe.engine.full_model(),
-        restored([*pipe.stages.modules, *loss], [x, y]) as rewind,
-        _as_in_the_workers(pipe),
-    ):
+    with pipe.engine.full_model(), restored([*pipe.stages.modules, *loss], [x, y]) as rewind, _as_in_the_workers(pipe):
         for runner in pipe.engine.runners.of.values():
             runner.steps = 0  # the next one compares contents again
         modules, replicas = pipe.stages.modules, pipe.plan.replicas

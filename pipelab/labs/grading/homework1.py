@@ -125,13 +125,7 @@ def judge(data: Data, seed: int) -> tuple[dict[str, Found], str]:
     found = _trained(zero, one, again, [step for step, _ in log]) | _timed(log, zero["result"])
     odd = [f"rank 1 {does}" for does, key in (("prints", "printed"), ("writes steps.csv", "log")) if one[key]]
     odd += [f"rank 0 {does} nothing" for does, key in (("prints", "printed"), ("writes", "log")) if not zero[key]]
-    found["rank 0"] = Found(
-        not odd,
-        "rank 0 alone prints, and writes steps.csv",
-        ", ".join(odd) or "rank 0 alone",
-        "two processes write into one file, or none does",
-        reached=bool(zero["rows"]),
-    )
+    found["rank 0"] = Found(not odd, reached=bool(zero["rows"]), facts={"odd": ", ".join(odd) or "rank 0 alone"})
     lost = "Connection" in zero["error"]  # as the other process ended: its error is the reason
     return found, (lost and one["error"]) or zero["error"] or one["error"]
 
@@ -154,27 +148,11 @@ def _trained(zero: Data, one: Data, again: Data, logged: list[int]) -> dict[str,
     steps = zip(zero["rows"], one["rows"], zero["batches"], strict=False)
     right = sum(sorted(a + b) == sorted(batch) and len(a) == len(b) for a, b, batch in steps)
     shares = " and ".join(str(len(each["rows"][0])) for each in (zero, one) if each["rows"])
+    facts = {"differ": differ, "shares": shares, "right": right, "ran": ran, "lines": len(logged)}
     return {
-        "seeds": Found(
-            not differ,
-            "the same data and weights in every run and process",
-            f"other {differ}",
-            "no two runs can be compared",
-            reached=ran > 0,
-        ),
-        "shares": Found(
-            0 < ran == right,
-            "32 of 64 rows for each of 2 processes, none twice",
-            f"{shares} rows, right in {right} of {ran} steps",
-            "the processes do not share one batch of 64 rows",
-            reached=ran > 0 and not differ,
-        ),
-        "steps": Found(
-            ran >= _STEPS and logged == [*range(ran)],
-            "30 steps or more, and a line for each in steps.csv, from step 0",
-            f"{ran} steps ran, and {len(logged)} have lines",
-            "few steps, and a median of chance",
-        ),
+        "seeds": Found(not differ, reached=ran > 0, facts=facts),
+        "shares": Found(0 < ran == right, reached=ran > 0 and not differ, facts=facts),
+        "steps": Found(ran >= _STEPS and logged == [*range(ran)], facts=facts),
     }
 
 
@@ -184,21 +162,11 @@ def _timed(log: list[tuple[int, float]], result: float | None) -> dict[str, Foun
     step, off = max(late, key=lambda each: abs(each[1]), default=(0, 0.0))
     kept = [ms for _, ms in log[_DROPPED:]] or [0.0]
     dropped = bool(log) and result is not None and min(abs(result - median(kept)), abs(result - fmean(kept))) < 0.5
+    facts = {"step": step, "off": f"{abs(off):.0f} ms {'more' if off > 0 else 'less'}", "part": _of(off)}
+    facts |= {"median": f"{median(kept):.1f}", "result": result}
     return {
-        "clock": Found(
-            bool(log) and abs(off) < 0.5,
-            "a step's time is its forward, its backward and its optimizer",
-            f"step {step} has {abs(off):.0f} ms {'more' if off > 0 else 'less'}: {_of(off)}",
-            "the speed-up is of something else",
-            reached=bool(log),
-        ),
-        "warm-up": Found(
-            dropped,
-            f"the median of the logged times without the first 5, {median(kept):.1f} ms",
-            f"{result} ms",
-            "steps that warm up count, or others do not",
-            reached=bool(log),
-        ),
+        "clock": Found(bool(log) and abs(off) < 0.5, reached=bool(log), facts=facts),
+        "warm-up": Found(dropped, reached=bool(log), facts=facts),
     }
 
 

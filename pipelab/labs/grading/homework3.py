@@ -64,35 +64,25 @@ class Homework3(Sized):
         )
         counts = [places.count(each) for each in range(gpus)]
         at = f"{depth} layers on {gpus} GPU{'s' * (gpus > 1)}"
-        said, empty, error = f"{at}: {' '.join(map(str, counts))}", counts.count(0), found["error"]
+        empty, error = counts.count(0), found["error"]
         placed = len(places) == depth == sum(counts)
         spans = [place for place, _ in groupby(places)]
         between = sum(source >= 0 for source, _ in moves)
         right = placed and moves == [(-1, spans[0]), *pairwise(spans)] and len(spans) == len({*spans})
+        same, even = placed and found.get("same") is True, placed and max(counts) - min(counts) <= 1
+        facts: Data = {"at": at, "depth": depth, "gpus": gpus, "counts": " ".join(map(str, counts)), "empty": empty}
+        facts |= {"lost": depth - sum(counts), "most": max(counts), "enough": -(-depth // gpus)}
+        facts |= {"fewest": len({*spans}) - 1, "first": len(moves) - between, "between": between, "copies": len(moves)}
+        facts |= {
+            "said": error or "another output",
+            "does": "ends with an error" if error else "computes something else",
+        }
         return {
-            "layers": Found(placed, f"{depth} layers, each on a GPU", said, f"{depth - sum(counts)} are on no GPU"),
-            "all GPUs": Found(not empty, "every GPU has layers", said, f"{empty} of {gpus} GPUs have none", "", placed),
-            "even": Found(
-                placed and max(counts) - min(counts) <= 1,
-                "numbers of layers that differ by at most 1",
-                said,
-                f"the fullest GPU has {max(counts)}, and {-(-depth // gpus)} would do",
-                reached=placed and not empty,
-            ),
-            "crossings": Found(
-                right,
-                f"{at}: 1 copy from the processor, and {len({*spans}) - 1} between GPUs",
-                f"{len(moves) - between} from the processor, and {between} between GPUs",
-                f"{len(moves)} copies in each forward",
-                reached=placed and not error,
-            ),
-            "forward": Found(
-                placed and found.get("same") is True,
-                "the output of the layers, one after the other",
-                f"{at}: {error or 'another output'}",
-                f"a forward on {gpus} GPUs {'ends with an error' if error else 'computes something else'}",
-                reached=placed or bool(error),
-            ),
+            "layers": Found(placed, facts=facts),
+            "all GPUs": Found(not empty, reached=placed, facts=facts),
+            "even": Found(even, reached=placed and not empty, facts=facts),
+            "crossings": Found(right, reached=placed and not error, facts=facts),
+            "forward": Found(same, reached=placed or bool(error), facts=facts),
         }
 
     def note(self, runs: Sequence[Data]) -> str:

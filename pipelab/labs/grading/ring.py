@@ -71,37 +71,16 @@ class Ring(Sized):
         ended = found["error"] or f"replica 0 has {[round(each, 3) for each in values[1, :4].tolist()]}"
         each, most = replicas * (replicas - 1), -(-count // replicas)
         ring = each <= len(sent) <= 2 * each + replicas and max(sent, default=0) <= most
+        ended = f"{ended} …" if whole else found["error"] or f"{len(means)} tensors of {sorted({*map(len, means)})}"
+        facts: Data = {"at": at, "mean": [round(each, 3) for each in values[0, :4].tolist()], "ended": ended}
+        facts |= {"other": other, "numbers": replicas * count, "steps": 2 * (replicas - 1), "most": most}
+        facts |= {"sent": len(sent), "longest": max(sent, default=0)}
         return {
-            "mean": Found(
-                near,
-                f"{at}: on each the mean, {[round(each, 3) for each in values[0, :4].tolist()]} …",
-                f"{ended} …" if whole else found["error"] or f"{len(means)} tensors of {sorted({*map(len, means)})}",
-                "the replicas train with something else than the mean",
-            ),
-            "same bits": Found(
-                alike, "the same bits on every replica", f"{at}: they differ", "weights drift apart", "", near
-            ),
-            "bit for bit": Found(
-                alike and not other,
-                "the bits of a ring",
-                f"{at}: {other} of {replicas * count} numbers have other bits",
-                "they were added up, or rounded, in another order",
-                reached=near and alike,
-            ),
-            "messages": Found(
-                ring,
-                f"{at}: {2 * (replicas - 1)} messages of each replica, of at most {most} numbers",
-                f"{len(sent)} were made in all, of at most {max(sent, default=0)} numbers",
-                "a ring sends 2 (D - 1) / D of a gradient, however many replicas there are",
-                reached=near,
-            ),
-            "inputs": Found(
-                found["kept"] is True,
-                "the gradients that were given stay as they are",
-                f"{at}: they have changed",
-                "who calls it twice begins with other numbers",
-                reached=whole,
-            ),
+            "mean": Found(near, facts=facts),
+            "same bits": Found(alike, reached=near, facts=facts),
+            "bit for bit": Found(alike and not other, reached=near and alike, facts=facts),
+            "messages": Found(ring, reached=near, facts=facts),
+            "inputs": Found(found["kept"] is True, reached=whole, facts=facts),
         }
 
 

@@ -31,6 +31,9 @@ class Task:
     hint: str  # the next move if it failed; it does not give the answer away
     hidden: bool = False  # about sizes that students do not see
     why: str = ""  # it has so many points
+    expected: str = ""  # sentences of a `Mark`, with places for the facts that a check found
+    found: str = ""
+    effect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check found; `reached` is whether the fault is its own, and not a consequence of another one."""
+    """What a check found; `reached` is whether the fault is its own, and not a consequence of another one.
+
+    It says it in sentences of its own, or its facts fill the task's.
+    """
 
     right: bool
     expected: str = ""
@@ -128,6 +134,7 @@ class Found:
     effect: str = ""
     hint: str = ""
     reached: bool = True
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def of_hidden(found: Mapping[str, Found], hidden: Sequence[Mapping[str, Found]], hint: str = "") -> Found:
@@ -150,8 +157,13 @@ def marks_of(found: Mapping[str, Found], homework: Homework) -> list[Mark]:
     for task in homework.tasks:
         seen = found[task.name]
         score = task.points if seen.right else 0 if seen.reached else task.points * homework.not_reached // 100
-        words = ("", "") if seen.right else (seen.effect, (seen.hint or task.hint) if seen.reached else "")
-        marks.append(Mark(task, score, seen.expected, seen.found, *words, seen.reached))
+        expected, said, effect = (
+            getattr(seen, each) or getattr(task, each).format_map(seen.facts)
+            for each in ("expected", "found", "effect")
+        )
+        hint = (seen.hint or task.hint) if seen.reached else ""
+        why = {} if seen.right else {"effect": effect, "hint": hint}
+        marks.append(Mark(task, score, expected, said, reached=seen.reached, **why))
     return marks
 
 

@@ -396,7 +396,7 @@ def conformance(
     The exit code is 1 if anything differs or nothing could be compared.
     """
     from pipelab.cli.showing import show_conformance
-    from pipelab.conformance.references import Grid
+    from pipelab.conformance.report import Grid
 
     require_writable([save] if save else [], WORDS)
     sizes: dict[str, Any] = {

@@ -13,8 +13,7 @@ from rich.progress import Progress
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import wrote
-from pipelab.conformance.references import Grid
-from pipelab.conformance.report import Line, Numbers, Report, conformance, count
+from pipelab.conformance.report import Grid, Line, Numbers, Report, conformance, count
 from pipelab.draw.table import Column, Table
 from pipelab.draw.wording import columns
 from pipelab.files import require_writable

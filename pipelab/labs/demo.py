@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import schedules
-from pipelab.conformance.workload import one_thread
+from pipelab.conformance.steps import one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.errors import UsageError

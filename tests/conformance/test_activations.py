@@ -8,7 +8,7 @@ from strategies import ONE_COPY
 import pipelab
 from pipelab.conformance import recording
 from pipelab.conformance.recording import NATIVE, NativeRefusalError
-from pipelab.conformance.references import Grid
+from pipelab.conformance.report import Grid
 from pipelab.engine.torchrun import runtime
 from pipelab.errors import ScheduleError
 

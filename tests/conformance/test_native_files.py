@@ -9,9 +9,8 @@ import pipelab
 from pipelab import Plan, schedules
 from pipelab.conformance import native
 from pipelab.conformance.recording import NATIVE, RecordingStage, executed, native_place
-from pipelab.conformance.references import flat
-from pipelab.conformance.steps import group_of_one, step_of_plan
-from pipelab.conformance.workload import fixed_model, fixed_task
+from pipelab.conformance.report import flat
+from pipelab.conformance.steps import fixed_model, fixed_task, group_of_one, step_of_plan
 from pipelab.engine.torchrun import runtime
 
 MULTI = [name for name in NATIVE if name not in ("gpipe", "1f1b")]

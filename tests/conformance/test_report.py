@@ -17,12 +17,19 @@ from torch.distributed.pipelining import PipelineStage
 from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, lower, schedules
 from pipelab.cli import showing
 from pipelab.conformance import native
-from pipelab.conformance.processes import Job, run_in_processes
 from pipelab.conformance.recording import NATIVE
-from pipelab.conformance.references import Grid, references
-from pipelab.conformance.report import conformance, count, first_difference
-from pipelab.conformance.steps import Outcome, Task, group_of_one, step_of_class
-from pipelab.conformance.workload import fixed_model, fixed_task, one_thread
+from pipelab.conformance.report import Grid, conformance, count, first_difference, references
+from pipelab.conformance.steps import (
+    Job,
+    Outcome,
+    Task,
+    fixed_model,
+    fixed_task,
+    group_of_one,
+    one_thread,
+    run_in_processes,
+    step_of_class,
+)
 from pipelab.engine.torchrun import runtime
 from pipelab.errors import EngineError
 

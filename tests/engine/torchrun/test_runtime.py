@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 import pipelab
-from pipelab.conformance import native, processes, recording, steps
+from pipelab.conformance import native, recording, steps
 from pipelab.conformance.recording import NATIVE, RecordingStage, order_table
 from pipelab.conformance.steps import group_of_one
 from pipelab.engine.torchrun import runtime
@@ -41,7 +41,7 @@ def test_this_torch_has_every_name() -> None:
     assert issubclass(found.schedules.ScheduleDualPipeV, found.runtime)
 
 
-@pytest.mark.parametrize("module", [runtime, processes, steps, recording])
+@pytest.mark.parametrize("module", [runtime, steps, recording])
 def test_every_private_name_of_pytorchs_that_is_used_stands_in_the_table(module: ModuleType) -> None:
     table = {part for names in runtime._NAMES.values() for name in names for part in name.split(".")}
     nodes = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Attribute)]

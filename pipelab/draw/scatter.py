@@ -70,10 +70,12 @@ def scatter(points: Sequence[Point], front: Sequence[Point] = (), link: str = ""
 
 
 def _name(point: Point, most: float) -> str:
+    """Return what papers call a schedule, and what lies beyond an edge."""
     name = wording.called(point.trace.plan.name).partition(" · ")[0]
     beyond = [f"{100 * point.bubble:.0f} %"] * (100 * point.bubble > _TOP) + [f"{point.held:g}"] * (point.held > most)
     return f"{name} ({', '.join(beyond)})" if beyond else name
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return whether two boxes, each left, top, right and bottom, lie on each other."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -1,10 +1,10 @@
 """CHECKED: every fault of a plan, explained.
 
 - `checker`: `check`: all faults, worst kind first
-- `rules`: everything exactly once, each action on its rank; the four commonest mistakes behind many faults
+- `rules`: everything exactly once, each action on its rank; the four commonest mistakes behind many faults; weights
+  gathered before each use, activations back before their backwards
 - `deadlock`: the cycle of ranks that wait for each other
 - `repair`: the move that undoes a deadlock, tried out
-- `residency`: weights gathered before each use, activations back before their backwards
 - `transfers`: the cycle of sends and receives that wait for each other
 - `memory`: `Memory`: how many bytes each stage takes, and so what each action adds and frees
 """

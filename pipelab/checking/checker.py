@@ -17,8 +17,7 @@ from typing import Protocol, get_args, runtime_checkable
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.memory import Memory
 from pipelab.checking.repair import as_yielded
-from pipelab.checking.residency import residency
-from pipelab.checking.rules import diagnose, misplaced, missing
+from pipelab.checking.rules import diagnose, misplaced, missing, residency
 from pipelab.checking.transfers import transfer_deadlocks
 from pipelab.errors import ScheduleError, clean, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action

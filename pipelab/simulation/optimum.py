@@ -144,7 +144,8 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
     """
     codes = work.plan.bound.codes
     for rank, (held, cap) in enumerate(zip(work.activations, caps or (), strict=False)):
-        visits = Counter(codes.microbatch[work.jobs[made].codes[0]] for made, _ in held)
+        makers = (work.jobs[made].codes[0] for made, _ in held)
+        visits = Counter(codes.microbatch[code] for code in makers if codes.forward[code])
         if cap < max(visits.values(), default=0):
             microbatch, least = visits.most_common(1)[0]
             raise UsageError(

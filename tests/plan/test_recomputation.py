@@ -259,6 +259,8 @@ def test_the_optimum_places_what_runs_again_within_the_cap():
     best = pipelab.optimum(plan, memory_cap=1)
     assert best.proven
     assert pipelab.check(best.plan, memory_cap=1) == []
+    v_shape = with_recompute(pipelab.V1F1B(2, 4))  # two stages on a rank, and yet one activation at a time
+    assert pipelab.optimum(v_shape, memory_cap=1).makespan == 17.5
     assert best.makespan == 15 < pipelab.optimum(pipelab.GPipe(2, 3), memory_cap=1).makespan
 
 

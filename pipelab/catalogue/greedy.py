@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from pipelab.catalogue.list_scheduling import Moment, Priority, list_schedule
+from pipelab.checking.memory import Memory
 from pipelab.errors import PipelabError, ScheduleError, UsageError, require_caps
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import Fault, students_line
@@ -55,10 +56,12 @@ class Greedy(Schedule):
             runs first; among equals, the lowest micro-batch, then the last stage. The
             [`Moment`][pipelab.catalogue.list_scheduling.Moment] is the state of the rank: the `time`, how many
             activations are `held`, and the `last` action.
-        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for no
-            limit. If a micro-batch visits a rank twice, a cap can end in a deadlock; the error names the rank.
+        memory_cap: how many stage activations a rank may hold, or bytes if there is a `memory`: one number, or one per
+            rank; `None` for no limit. If a micro-batch visits a rank twice, a cap can end in a deadlock; the error
+            names the rank.
         cost: the times of actions and transfers; by default forward 1, backward 2 and free transfers.
         split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
+        memory: how many bytes each stage takes; gradients and outputs have their room from the start.
 
     Example:
         What does memory buy?
@@ -101,6 +104,7 @@ class Greedy(Schedule):
         memory_cap: int | Sequence[int] | None = None,
         cost: Cost | None = None,
         split: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         """Check and keep the sizes and the policy."""
         super().__init__(ranks, microbatches, stages_per_rank)
@@ -114,6 +118,7 @@ class Greedy(Schedule):
             self.memory_cap = tuple(caps) if isinstance(memory_cap, Sequence) else caps[0]
         self.cost = None if cost is None else as_cost(cost)
         self.split = split
+        self.memory = memory
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the rank's actions in the order that list scheduling found."""
@@ -152,4 +157,4 @@ class Greedy(Schedule):
         delays = bound.codes.by_value(*cost.transfer_times(blank))
         priority = self.priority if callable(self.priority) else policies[self.priority]
         caps = None if self.memory_cap is None else require_caps(self.memory_cap, self.ranks)
-        return list_schedule(bound, lasts, delays, priority, caps, self.split)
+        return list_schedule(bound, lasts, delays, priority, caps, self.split, self.memory)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
-from pipelab.errors import ScheduleError
+from pipelab.checking.memory import Memory
+from pipelab.errors import ScheduleError, UsageError
 from pipelab.plan.actions import Action, Kind
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault, shorten
@@ -50,6 +51,7 @@ def list_schedule(
     priority: Priority,
     caps: Sequence[int] | None,
     split: bool,
+    memory: Memory | None = None,
 ) -> list[list[Action]]:
     """Return, for each rank, its actions in the order in which it starts them.
 
@@ -58,14 +60,16 @@ def list_schedule(
         lasts: by code, how long an action takes.
         delays: by value, how long it travels to another rank.
         priority: which action a rank starts first; of equals, the lowest micro-batch's, then the last stage's.
-        caps: for each rank, how many stage activations it may hold; `None` for any number.
+        caps: for each rank, how many stage activations it may hold, or bytes; `None` for any number.
         split: whether backwards are split into `I` and `W`.
+        memory: how many bytes each stage takes, if caps are in bytes.
 
     Raises:
         ScheduleError: if the caps end in a deadlock; the message says what the ranks without room wait for.
+        UsageError: if a cap has no room for a single activation.
     """
     all_held = [len(bound.rank_of_slot)] * len(bound.rows)
-    return _Simulation(bound, lasts, delays, priority, caps or all_held, split).rows()
+    return _Simulation(bound, lasts, delays, priority, caps or all_held, split, memory if caps else None).rows()
 
 
 @dataclass
@@ -78,6 +82,7 @@ class _Simulation:
     priority: Priority
     caps: Sequence[int]
     split: bool
+    memory: Memory | None
 
     def __post_init__(self) -> None:
         codes, ranks = self.bound.codes, range(len(self.bound.rows))
@@ -91,6 +96,28 @@ class _Simulation:
         # By code, how many inputs are not there yet.
         self.lacks = {code: len(codes.needs(code)) for kind in kinds for code in codes.of_kind[kind]}
         self.events: list[tuple[float, bool, int]] = []  # (time, whether the action has ended or gets an input, code)
+        self.room = list(self.caps)
+        self.sizes: Sequence[int] = [1] * codes.stages  # of what a forward holds, and what of it waits for `W`
+        self.left: Sequence[int] = self.sizes
+        if self.memory is not None:
+            self._count(self.memory)
+
+    def _count(self, memory: Memory) -> None:
+        """Count bytes instead of activations."""
+        stages, activations = self.codes.stages, memory.of("activations", self.codes.stages)
+        halved = self.split and memory.for_weight_grad is not None
+        self.left = memory.of("for_weight_grad", stages) if halved else activations
+        self.sizes = list(map(max, activations, self.left))
+        gradients, last = memory.of("gradients", stages), self.rank_of_slot[stages - 1 :: stages]
+        for rank, cap in enumerate(self.caps):
+            mine = self.bound.stages_of.get(rank, set())
+            self.room[rank] -= sum(memory.always(self.bound, rank)) + sum(gradients[stage] for stage in mine)
+            self.room[rank] -= int(memory.outputs) * last.count(rank)
+            if self.room[rank] < (most := max((self.sizes[stage] for stage in mine), default=0)):
+                fixed = "weights, gradients, optimizer's state and outputs"
+                raise UsageError(
+                    f"memory_cap={cap:,} on rank {rank}: beside {fixed}, it has no room for {most:,} bytes"
+                )
 
     def rows(self) -> list[list[Action]]:
         """Let every free rank choose, go to the time of the next event, and repeat."""
@@ -132,8 +159,8 @@ class _Simulation:
         """Start the most urgent action of a rank, if it may start any."""
         forwards, others, row = self.forwards[rank], self.others[rank], self.started[rank]
         offers = list(others.items())
-        if self.held[rank] < self.caps[rank]:
-            offers += forwards.items()
+        room, stages = self.room[rank], self.codes.stage
+        offers += [(code, action) for code, action in forwards.items() if self.sizes[stages[code]] <= room]
         if not offers:
             return
         moment = Moment(now, self.held[rank], row[-1] if row else None)
@@ -147,6 +174,7 @@ class _Simulation:
         else:
             row.append(forwards.pop(code))
             self.held[rank] += 1
+            self.room[rank] -= self.sizes[stage[code]]
         self.busy[rank] = True
         heappush(self.events, (now + self.lasts[code], True, code))
 
@@ -179,8 +207,12 @@ class _Simulation:
         """Free the rank, release the activation if its backward has ended, and send the value on."""
         codes, rank = self.codes, self._rank(code)
         self.busy[rank] = False
+        size, left = self.sizes[codes.stage[code]], self.left[codes.stage[code]]
         if codes.releases[code]:
             self.held[rank] -= 1
+            self.room[rank] += left if self.split else size
+        elif not codes.forward[code]:
+            self.room[rank] += size - left
         value = codes.gives[code]
         for needer in codes.needers(value):
             if needer in self.lacks:

@@ -104,7 +104,7 @@ class Memory:
     def always(self, bound: BoundPlan, rank: int) -> tuple[int, int]:
         """Return what a rank holds all the time: weights, and the optimizer's state."""
         mine, stages = bound.stages_of.get(rank, ()), bound.codes.stages
-        weights, optimizer = (self._of(name, stages) for name in ("weights", "optimizer"))
+        weights, optimizer = (self.of(name, stages) for name in ("weights", "optimizer"))
         return sum(weights[stage] for stage in mine), sum(optimizer[stage] for stage in mine)
 
     def changes(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
@@ -119,7 +119,7 @@ class Memory:
     def _with_updates(self, bound: BoundPlan, rank: int, usual: Iterator[Change]) -> Iterator[Change]:
         """Yield the same with versions of weights, and with gradients for each group of micro-batches."""
         codes, stages = bound.codes, bound.codes.stages
-        gradients, weights = self._of("gradients", stages), self._of("weights", stages)
+        gradients, weights = self.of("gradients", stages), self.of("weights", stages)
         updates = [bound.listed("U", stage) for stage in range(stages)]
         versions, begun = [1] * stages, set[tuple[int, int]]()
         for code, used, change in zip(bound.rows[rank], bound.versions(rank), usual, strict=True):
@@ -137,8 +137,8 @@ class Memory:
 
     def _without_updates(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
         codes, stages = bound.codes, bound.codes.stages
-        gradients, activations, inputs = (self._of(name, stages) for name in ("gradients", "activations", "inputs"))
-        leaves = activations if self.for_weight_grad is None else self._of("for_weight_grad", stages)
+        gradients, activations, inputs = (self.of(name, stages) for name in ("gradients", "activations", "inputs"))
+        leaves = activations if self.for_weight_grad is None else self.of("for_weight_grad", stages)
         without_gradients, usual = set(range(stages)), dict[tuple[str, int, int], Change]()
         for code in bound.rows[rank]:
             kind = codes.kind[code], codes.stage[code], codes.holds[code]
@@ -172,10 +172,10 @@ class Memory:
 
     def moved(self, action: Action, stages: int) -> int:
         """Return how many bytes a gather or a load adds; a free or an offload takes them away."""
-        sizes = self._of("gathered" if action.microbatch is None else "activations", stages)
+        sizes = self.of("gathered" if action.microbatch is None else "activations", stages)
         return sizes[action.stage or 0] * action.traits.in_flight
 
-    def _of(self, name: str, stages: int) -> Sequence[int]:
+    def of(self, name: str, stages: int) -> Sequence[int]:
         """Return one of the sizes for every stage."""
         value = getattr(self, name)
         if not isinstance(value, Sequence):

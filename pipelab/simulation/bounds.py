@@ -9,14 +9,16 @@ Every order keeps three rules, and each one limits the makespan:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product, repeat
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
-from pipelab.errors import CostError, require_caps
+from pipelab.checking.memory import Memory
+from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.order import Link, Network, traverse, units
 from pipelab.plan.plan import Plan
@@ -31,6 +33,9 @@ Subject = Trace | Plan | ScheduleLike
 
 Placed = tuple[float, float, float]
 """A job's earliest start, its time, and the shortest time after it."""
+
+Held = tuple[int, int | None, int]
+"""From the start of which job something is held, to the end of which one, and how much it is."""
 
 Edge = tuple[int, int, float]
 """An earlier job, a later one, and the time between them."""
@@ -61,29 +66,51 @@ class Work:
     Attributes:
         plan: the plan.
         jobs: its actions, each after all that it needs.
-        activations: for each rank, its stage activations: the job that makes it and the job that releases it.
+        held: for each rank, what it holds: from the start of which job on, until the end of which one (`None`: of the
+            step), and how much: one activation, or bytes.
+        gradients: for each rank, the bytes of each stage's gradients, held from the first of some jobs on.
+        memory: what a stage takes, if bytes are counted.
         lines: jobs of one kind and stage, of micro-batches that are all alike. They may be assumed to run in this
             order: whichever micro-batch comes first can be given the first one's name.
     """
 
     plan: Plan
     jobs: tuple[Job, ...]
-    activations: tuple[tuple[tuple[int, int], ...], ...]
+    held: tuple[tuple[Held, ...], ...]
+    gradients: tuple[tuple[tuple[tuple[int, ...], int], ...], ...]
+    memory: Memory | None
     lines: tuple[tuple[int, ...], ...]
 
-    def edges(self, caps: Sequence[int] | None) -> list[Edge]:
+    def rooms(self, caps: Sequence[int]) -> list[int]:
+        """Return how much of `held`, and of gradients, fits on each rank beside what is always there.
+
+        Raises:
+            UsageError: if there is no room for a single one.
+        """
+        bound = self.plan.bound
+        rooms = [cap - (sum(self.memory.always(bound, rank)) if self.memory else 0) for rank, cap in enumerate(caps)]
+        for rank, (room, held) in enumerate(zip(rooms, self.held, strict=True)):
+            if room < (most := max((size for *_, size in held), default=0)):
+                left = f"beside weights and optimizer's state it has no room for {most:,} bytes"
+                raise UsageError(f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as {left}")
+        return rooms
+
+    def edges(self, rooms: Sequence[int] | None) -> list[Edge]:
         """Return what must come before what.
 
-        With caps, stage `s` alone may not hold more activations than its rank: of micro-batches that are alike, forward
-        `k + cap` waits until the `k`-th activation is released.
+        If there is only so much room, a stage alone may not hold more than its rank: of micro-batches that are alike,
+        one waits until an earlier one is released.
         """
         found = [(before, after, lag) for after, job in enumerate(self.jobs) for before, lag in job.needs]
-        release_of = {made: (released, rank) for rank, each in enumerate(self.activations) for made, released in each}
+        held_of: dict[int, list[tuple[int | None, int]]] = {}
+        for made, released, size in chain.from_iterable(self.held if rooms is not None else ()):
+            held_of.setdefault(made, []).append((released, size))
         for line in self.lines:
             found += [(before, after, 0.0) for before, after in pairwise(line)]
-            if caps is not None and line[0] in release_of:
-                cap = caps[release_of[line[0]][1]]
-                found += [(release_of[made][0], later, 0.0) for made, later in zip(line, line[cap:], strict=False)]
+            for at in range(len(held_of.get(line[0], ()))):  # at the k-th release, the sizes from here on are held yet
+                most = (rooms or ())[self.jobs[line[0]].ranks[0]] // sum(size for _, size in held_of[line[0]][at:])
+                pairs = ((held_of[made][at][0], later) for made, later in zip(line, line[most:], strict=False))
+                found += [(released, later, 0.0) for released, later in pairs if released is not None]
         return found
 
     def network(self, edges: Sequence[Edge]) -> tuple[Network, list[float]]:
@@ -94,7 +121,13 @@ class Work:
         return Network(follows), [*(lag for *_, lag in edges), 0.0]
 
 
-def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Sequence[int] | None = None) -> float:
+def lower_bound(
+    plan: Subject,
+    cost: Cost | None = None,
+    *,
+    memory_cap: int | Sequence[int] | None = None,
+    memory: Memory | None = None,
+) -> float:
     """Return a time that no order of a plan's actions on its ranks can undercut.
 
     The bound holds for every plan with the same actions on the same ranks, in any order. For each rank it adds up the
@@ -106,8 +139,9 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         plan: a plan or a schedule, whose order does not matter; or a trace, simulated or measured, with its actions'
             times. Measured transfers count as free.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
-        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for any
-            number.
+        memory_cap: how many stage activations a rank may hold, or how many bytes if there is a `memory`: one number, or
+            one per rank; `None` for any number.
+        memory: how many bytes each stage takes.
 
     Returns:
         The bound, in the cost's unit of time or in the trace's.
@@ -125,15 +159,16 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
     Raises:
         ScheduleError: if the plan has faults.
         CostError: if a trace comes with a cost, or if a list of the cost does not have one number per stage.
-        UsageError: if `memory_cap` is not a positive whole number, or one per rank.
+        UsageError: if `memory_cap` is not a positive whole number, or one per rank; if no order keeps it; or if there
+            is a `memory`, and the plan updates weights, gathers or offloads.
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
     plan, lasts, delays, paired = _timed(plan, cost)
     if memory_cap is None and not paired and not plan.bound.codes.more_needs:
         return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
-    work = _laid_out(plan, lasts, delays, paired)
-    caps = None if memory_cap is None else require_caps(memory_cap, plan.ranks)
-    jobs, (network, lags) = work.jobs, work.network(work.edges(caps))
+    work = _laid_out(plan, lasts, delays, paired, memory)
+    rooms = None if memory_cap is None else work.rooms(require_caps(memory_cap, plan.ranks))
+    jobs, (network, lags) = work.jobs, work.network(work.edges(rooms))
     times = [job.time for job in jobs]
     heads, tails = network.starts(times, lags), network.rests(times, lags)
     on_rank: list[list[Placed]] = [[] for _ in range(2 * plan.ranks)]
@@ -141,7 +176,7 @@ def lower_bound(plan: Subject, cost: Cost | None = None, *, memory_cap: int | Se
         for rank in job.ranks:
             on_rank[rank].append((head, job.time, tail))
     best = max(map(_one_machine, on_rank), default=0.0)
-    return best if caps is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(caps)))
+    return best if rooms is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(rooms)))
 
 
 def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[list[Placed]]:
@@ -207,9 +242,9 @@ def _in_turn(ready: Iterable[float], time: float) -> list[float]:
     return list(accumulate(ready, lambda before, own: max(before + time, own)))
 
 
-def work_of(subject: Subject, cost: Cost | None = None) -> Work:
+def work_of(subject: Subject, cost: Cost | None = None, memory: Memory | None = None) -> Work:
     """Return what any order of the actions of a plan, a schedule or a trace has to do."""
-    return _laid_out(*_timed(subject, cost))
+    return _laid_out(*_timed(subject, cost), memory)
 
 
 def _timed(subject: Subject, cost: Cost | None) -> tuple[Plan, list[float], list[float], dict[int, float]]:
@@ -252,7 +287,9 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
     return lasts, delays, paired
 
 
-def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float]) -> Work:
+def _laid_out(
+    plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
+) -> Work:
     bound, codes = plan.bound, plan.bound.codes
     order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
     order = [*order, *bound.reduces] if bound.beside else order
@@ -269,16 +306,43 @@ def _laid_out(plan: Plan, lasts: Sequence[float], delays: Sequence[float], paire
             ranks = tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
         job_of.update(dict.fromkeys(both, len(jobs)))
         jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
-    activations: list[list[tuple[int, int]]] = [[] for _ in bound.rows]
-    for row, held in zip(bound.rows, activations, strict=True):
-        for code in row:
-            if codes.releases[code]:
-                forward = codes.sibling(code, "F")
-                made = forward if codes.holds[forward] else codes.sibling(code, "C")
-                held.append((job_of[made], job_of[code]))
+    held = tuple(tuple(_held_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
+    gradients = tuple(tuple(_gradients_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
     like = () if paired or codes.joins else _alike(bound, lasts, delays)
     lines = (tuple(job_of[code + shift] for shift in shifts) for own, shifts in like if shifts[1:] for code in own)
-    return Work(plan, tuple(jobs), tuple(map(tuple, activations)), tuple(lines))
+    return Work(plan, tuple(jobs), held, gradients, memory, tuple(lines))
+
+
+def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory | None) -> Iterator[Held]:
+    """Yield what a rank holds: of a micro-batch on a stage, what was added last is freed first."""
+    codes, stacks = bound.codes, defaultdict[int, list[tuple[int, int]]](list)
+    if memory is not None and ("U" in codes.kinds or bound.moves):
+        raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
+    changes = repeat(None) if memory is None else memory.changes(bound, rank)
+    for code, change in zip(bound.rows[rank], changes, strict=False):
+        more, less = int(codes.holds[code]), int(codes.releases[code])
+        if change is not None:
+            more, less = change.activations + change.outputs, change.freed
+        stack = stacks[-1 if codes.collective[code] else codes.slot[code]]
+        if more:
+            stack.append((job_of[code], more))
+        while less:
+            made, size = stack.pop()
+            if size > less:
+                stack.append((made, size - less))
+            yield made, job_of[code], min(size, less)
+            less -= min(size, less)
+    yield from ((made, None, size) for stack in stacks.values() for made, size in stack)
+
+
+def _gradients_on(
+    bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory | None
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    codes, row = bound.codes, bound.rows[rank]
+    for first, change in zip(row, memory.changes(bound, rank), strict=True) if memory else ():
+        if change.gradients:
+            own = (code for code in row if codes.stage[code] == codes.stage[first])
+            yield tuple(job_of[code] for code in own if "gw(m,s)" in codes.traits(code).gives), change.gradients
 
 
 def _sequences(codes: Codes) -> list[int]:
@@ -330,25 +394,27 @@ def _one_machine(jobs: Sequence[Placed]) -> float:
     return best
 
 
-def _held(work: Work, rank: int, cap: int, heads: Sequence[float], tails: Sequence[float]) -> float:
-    """Return how long a rank takes at least because it holds only `cap` activations at a time.
+def _held(work: Work, rank: int, room: int, heads: Sequence[float], tails: Sequence[float]) -> float:
+    """Return how long a rank takes at least because it has only so much room.
 
-    Each is held from its forward to its release. Laid end to end, `cap` beside each other, all of them fill this time.
+    Each activation is held from its forward to its release. As areas, size by time, all of them fill this time.
     """
-    held = work.activations[rank]
-    if len(held) <= cap:
+    held = [(made, released, size) for made, released, size in work.held[rank] if released is not None]
+    if sum(size for *_, size in held) <= room:
         return 0.0
-    at_least = _residences(work, held)
-    return min(heads[made] for made, _ in held) + sum(at_least) / cap + min(tails[released] for _, released in held)
+    at_least = _residences(work, [(made, released) for made, released, _ in held])
+    filled = sum(size * time for (*_, size), time in zip(held, at_least, strict=True)) / room
+    return min(heads[made] for made, *_ in held) + filled + min(tails[released] for _, released, _ in held)
 
 
 def _residences(work: Work, held: Sequence[tuple[int, int]]) -> list[float]:
     """Return how long each activation is held at least: the longest path from its forward to its release."""
     jobs = work.jobs
     first_of = {made: line[0] for line in work.lines for made in line}
-    found: dict[int, float] = {}
-    for made, released in held:
-        if first_of.get(made, made) in found:  # of a micro-batch that is like this one
+    alike = [(first_of.get(made, made), first_of.get(released, released)) for made, released in held]
+    found: dict[tuple[int, int], float] = {}
+    for (made, released), which in zip(held, alike, strict=True):
+        if which in found:  # of a micro-batch that is like this one
             continue
         longest = {released: jobs[released].time}  # by job: from its start to the release
         pending = [-released]
@@ -359,5 +425,5 @@ def _residences(work: Work, held: Sequence[tuple[int, int]]) -> list[float]:
                     if before not in longest:
                         heappush(pending, -before)
                     longest[before] = max(longest.get(before, 0.0), jobs[before].time + lag + longest[after])
-        found[first_of.get(made, made)] = longest[made]
-    return [found[first_of.get(made, made)] for made, _ in held]
+        found[which] = longest[made]
+    return [found[which] for which in alike]

@@ -12,6 +12,7 @@ from math import ceil, floor, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelab.checking.memory import Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
@@ -73,6 +74,7 @@ def optimum(
     cost: Cost | None = None,
     *,
     memory_cap: int | Sequence[int] | None = None,
+    memory: Memory | None = None,
     seconds: float = 10.0,
 ) -> Optimum:
     """Return the quickest order of a plan's actions on its ranks, and whether it is proven to be the quickest.
@@ -89,8 +91,9 @@ def optimum(
     Args:
         plan: the plan or schedule. Overlapped pairs may be taken apart, unless the cost has a `pair`.
         cost: how long actions and transfers take; by default forward 1, backward 2 and free transfers.
-        memory_cap: how many stage activations a rank may hold: one number, or one per rank; `None` for any
-            number.
+        memory_cap: how many stage activations a rank may hold, or how many bytes if there is a `memory`: one number, or
+            one per rank; `None` for any number.
+        memory: how many bytes each stage takes.
         seconds: how long the solver may take at most.
 
     Example:
@@ -119,9 +122,9 @@ def optimum(
         raise UsageError(f"seconds={seconds!r}: expected how long the solver may take, a positive number")
     if as_cost(cost).all_reduce_runs == "beside":
         raise CostError("optimum orders all-reduces in rows: leave out all_reduce_runs='beside'")
-    work = work_of(plan, cost)
+    work = work_of(plan, cost, memory)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
-    bound = lower_bound(work.plan, cost, memory_cap=memory_cap)
+    bound = lower_bound(work.plan, cost, memory_cap=memory_cap, memory=memory)
     best: Trace | None = None
     for guess in _guesses(work, caps, cost):
         best = guess if best is None or guess.makespan < best.makespan else best
@@ -142,54 +145,69 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
     Raises:
         UsageError: if no order keeps the caps.
     """
-    codes = work.plan.bound.codes
-    for rank, (held, cap) in enumerate(zip(work.activations, caps or (), strict=False)):
-        makers = (work.jobs[made].codes[0] for made, _ in held)
-        visits = Counter(codes.microbatch[code] for code in makers if codes.forward[code])
-        if cap < max(visits.values(), default=0):
+    codes, rooms = work.plan.bound.codes, None if caps is None else work.rooms(caps)
+    for rank, (held, room) in enumerate(zip(work.held, rooms or (), strict=False)):
+        visits = Counter[int]()
+        for code, size in ((work.jobs[made].codes[0], size) for made, _, size in held):
+            visits[codes.microbatch[code]] += size * codes.forward[code]
+        if caps is not None and room < max(visits.values(), default=0):
             microbatch, least = visits.most_common(1)[0]
+            what = "activations" if work.memory is None else "bytes"
             raise UsageError(
-                f"memory_cap={cap} on rank {rank}: no order keeps it, because micro-batch {microbatch} alone has "
-                f"{least} activations there\n  try: a cap of at least {least}"
+                f"memory_cap={caps[rank]} on rank {rank}: no order keeps it, because micro-batch {microbatch} alone "
+                f"has {least} {what} there\n  try: a cap of at least {least + caps[rank] - room}"
             )
-    given = simulate(work.plan, cost)
-    fits = caps is None or all(peak <= cap for peak, cap in zip(given.peak_activations, caps, strict=True))
-    if fits:
-        yield given
-    network, lags = work.network(work.edges(caps))
-    tails = network.rests([job.time for job in work.jobs], lags)
-    backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
-    for urgency in (tails, list(zip(backward, tails, strict=True))):
-        order = _dispatched(work, caps, urgency)
-        if order is not None:
+
+    def orders() -> Iterator[Plan]:
+        yield work.plan
+        network, lags = work.network(work.edges(rooms))
+        tails = network.rests([job.time for job in work.jobs], lags)
+        backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
+        for urgency in (tails, list(zip(backward, tails, strict=True))):
+            if (order := _dispatched(work, rooms, urgency)) is not None:
+                yield _in_order(work, order)
+        if caps is not None and all(len(job.codes) == 1 for job in work.jobs):
+            yield _in_order(work, range(len(work.jobs)))
+
+    fits = False
+    for trace in (simulate(order, cost) for order in orders()):
+        if caps is None or all(peak <= cap for peak, cap in zip(_peaks(work, trace), caps, strict=True)):
             fits = True
-            yield simulate(_in_order(work, order), cost)
-    if caps is not None and all(len(job.codes) == 1 for job in work.jobs):
-        one_by_one = simulate(_in_order(work, range(len(work.jobs))), cost)
-        if all(peak <= cap for peak, cap in zip(one_by_one.peak_activations, caps, strict=True)):
-            fits = True
-            yield one_by_one
+            yield trace
     if not fits:
+        holds = list(_peaks(work, simulate(work.plan, cost)))
         raise UsageError(
-            f"memory_cap={list(caps or [])}: the plan holds {list(given.peak_activations)}, and no order was found "
+            f"memory_cap={list(caps or [])}: the plan holds {holds}, and no order was found "
             "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"
             "  try: a higher cap, or a cost without pair"
         )
 
 
-def _dispatched(work: Work, caps: Sequence[int] | None, urgency: Sequence[Any]) -> list[int] | None:
+def _peaks(work: Work, trace: Trace) -> Sequence[int]:
+    """Return the most activations, or bytes, that each rank of a plan holds."""
+    if work.memory is None:
+        return trace.peak_activations
+    return [max(work.memory.held(trace.plan.bound, rank), default=0) for rank in range(trace.ranks)]
+
+
+def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any]) -> list[int] | None:
     """Return the jobs in the order of a policy: next is what can start first, and of several the most urgent.
 
-    Return `None` if the caps leave nothing to start.
+    Return `None` if the room that is left is too small for all that could start.
     """
     jobs, edges = work.jobs, work.edges(None)
     lacks = Counter(after for _, after, _ in edges)
     later: list[list[tuple[int, float]]] = [[] for _ in jobs]
     for before, after, lag in edges:
         later[before].append((after, lag))
-    makes = {made: rank for rank, held in enumerate(work.activations) for made, _ in held}
-    releases = {released: rank for rank, held in enumerate(work.activations) for _, released in held}
-    room = [len(jobs)] * work.plan.ranks if caps is None else list(caps)
+    more, less = Counter[int](), Counter[int]()
+    for made, released, size in (each for held in work.held if rooms is not None for each in held):
+        more[made] += size
+        if released is not None:
+            less[released] += size
+    room = [0] * work.plan.ranks
+    for rank, most in enumerate(rooms or ()):
+        room[rank] = most - sum(size for _, size in work.gradients[rank])
     free = [0.0] * work.plan.ranks
     earliest = [0.0] * len(jobs)
     ready = {index for index in range(len(jobs)) if not lacks[index]}
@@ -198,7 +216,7 @@ def _dispatched(work: Work, caps: Sequence[int] | None, urgency: Sequence[Any]) 
         starts = {
             index: max(earliest[index], *(free[rank] for rank in jobs[index].ranks))
             for index in ready
-            if index not in makes or room[makes[index]] or index in releases
+            if not more[index] or more[index] <= room[jobs[index].ranks[0]] or less[index]
         }
         if not starts:
             return None
@@ -211,10 +229,7 @@ def _dispatched(work: Work, caps: Sequence[int] | None, urgency: Sequence[Any]) 
         end = now + jobs[index].time
         for rank in jobs[index].ranks:
             free[rank] = end
-        if index in makes:
-            room[makes[index]] -= 1
-        if index in releases:
-            room[releases[index]] += 1
+        room[jobs[index].ranks[0]] += less[index] - more[index]
         for after, lag in later[index]:
             earliest[after] = max(earliest[after], end + lag)
             lacks[after] -= 1
@@ -240,7 +255,7 @@ class _Program:
         self.cp = cp_model
         self.tick = tick
         self.times = times = [floor(job.time / tick + _ROUNDED) for job in work.jobs]
-        if caps is not None and any(not times[made] for held in work.activations for made, _ in held):
+        if caps is not None and any(not times[made] for held in work.held for made, *_ in held):
             raise CostError("with a memory_cap, forwards must take time: at least a millionth of the longest action")
         model = self.model = cp_model.CpModel()
         last = ceil(best.makespan / tick * (1 + _ROUNDED))
@@ -249,18 +264,24 @@ class _Program:
         makespan = model.new_int_var(floor(bound / tick * (1 - _ROUNDED)), last, "")
         for end in ends:
             model.add(end <= makespan)
-        for before, after, lag in work.edges(caps):
+        rooms = None if caps is None else work.rooms(caps)
+        for before, after, lag in work.edges(rooms):
             model.add(self.starts[after] >= ends[before] + floor(lag / tick + _ROUNDED))
         spans = [model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, times, strict=True)]
         for rank in range(work.plan.ranks):
             model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
-        for held, cap in zip(work.activations, caps or (), strict=False):
-            if cap < len(held):
+        for held, gradients, room in zip(work.held, work.gradients, rooms or (), strict=False):
+            spans_of = [(self.starts[made], last if to is None else ends[to], size) for made, to, size in held]
+            for first, size in gradients:
+                begin = model.new_int_var(0, last, "")
+                model.add_min_equality(begin, [self.starts[job] for job in first])
+                spans_of.append((begin, last, size))
+            sizes = [size for *_, size in spans_of]
+            if room < sum(sizes):
                 kept = [
-                    model.new_interval_var(self.starts[made], model.new_int_var(0, last, ""), ends[released], "")
-                    for made, released in held
+                    model.new_interval_var(start, model.new_int_var(0, last, ""), end, "") for start, end, _ in spans_of
                 ]
-                model.add_cumulative(kept, [1] * len(kept), cap)
+                model.add_cumulative(kept, sizes, room)
         begun: dict[int, float] = {}
         for row, starts in zip(best.plan.bound.rows, best.starts, strict=True):
             begun.update(zip(row, starts, strict=True))

@@ -67,12 +67,14 @@ class PipeOffload(Interleaved1F1B):
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of interleaved 1F1B, and the moves of what is not needed at once."""
         row = [each for each in super().actions(rank) if isinstance(each, Action)]
-        slots = [(each.microbatch or 0, each.stage or 0) for each in row]
+        places = [(each.microbatch or 0, each.stage or 0) for each in row]
         sent = range((self.sent or (self.stages_per_rank + 1) // 2) * self.ranks)
-        gone = {slot for slot in slots if slot[1] in sent} - {one for one, other in pairwise(slots) if one == other}
+        gone = {place for place in places if place[1] in sent} - {
+            one for one, other in pairwise(places) if one == other
+        }
         for at, action in enumerate(row):
-            if at + 1 < len(row) and row[at + 1].kind == "B" and slots[at + 1] in gone:
-                yield LOAD(*slots[at + 1])
+            if at + 1 < len(row) and row[at + 1].kind == "B" and places[at + 1] in gone:
+                yield LOAD(*places[at + 1])
             yield action
-            if action.kind == "F" and slots[at] in gone:
-                yield OFFLOAD(*slots[at])
+            if action.kind == "F" and places[at] in gone:
+                yield OFFLOAD(*places[at])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.draw.table import Table
 from pipelab.trace.events import MICROSECONDS
-from pipelab.trace.waits import waits
+from pipelab.trace.waits import Waits, waits
 
 if TYPE_CHECKING:
     from pipelab.trace.ledger import Idle
@@ -29,7 +29,7 @@ def perfetto(trace: Trace) -> dict[str, Any]:
         "Trace Event Format", Google, 2016.
     """
     scale = MICROSECONDS.get(trace.unit, 1e3)
-    action, rows = trace.plan.bound.codes.action, trace.plan.bound.rows
+    action, rows = Waits(trace).action, trace.plan.bound.rows
     where: dict[tuple[int, str], tuple[float, float]] = {}
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": trace.name}}]
     for rank, (row, waited) in enumerate(zip(rows, waits(trace), strict=True)):
@@ -69,7 +69,7 @@ def events(trace: Trace) -> Table:
         >>> events(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).rows[1]["reason"]
         'dependency'
     """
-    action = trace.plan.bound.codes.action
+    action = Waits(trace).action
     before: dict[tuple[int, str], list[Idle]] = {}
     for each in trace.idle:
         before.setdefault((each.rank, str(each.needer)), []).append(each)

@@ -53,7 +53,7 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
     import graphviz
 
     trace = simulate(plan, cost)
-    path = [event.action for event in trace.critical_path]
+    path = [event.action for event in trace.critical_path if not event.action.traits.channel]
     drawing = graphviz.Digraph(graphviz.escape(clean(plan.name)))
     drawing.attr(label=graphviz.escape(_caption(trace)) + "\\n ", labelloc="t", labeljust="l", fontname="Helvetica")
     drawing.attr(layout="neato", inputscale="72", splines="true", outputorder="edgesfirst")

@@ -31,15 +31,21 @@ def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
     found = next((idle for idle in row if idle.start <= at < idle.end), None)
     if found is None and row and row[-1].end == at == trace.end:
         found = row[-1]
+    waits, codes = Waits(trace), trace.plan.bound.codes
+    root: int | None = None
     if found is not None:
-        root = found.giver
         told = [sentence(trace, found)]
+        if found.giver is not None and found.giver.traits.channel and found.needer is not None:
+            root = waits.last_move(codes.code(found.needer))
+        elif found.giver is not None:
+            root = codes.code(found.giver)
     else:
         code = max(
             (each for each in trace.events_of(rank) if each.start <= at), key=lambda each: (each.start, each.end)
         )
-        root = code.action
-        told = [f"Rank {rank} is busy at {number(at)}: it runs {root} from {number(code.start)} to {number(code.end)}."]
+        root = codes.code(code.action)
+        until = f"from {number(code.start)} to {number(code.end)}"
+        told = [f"Rank {rank} is busy at {number(at)}: it runs {code.action} {until}."]
     if root is not None:
         steps = chain(trace, root)
         told += islice(steps, lines)
@@ -63,7 +69,7 @@ def sentence(trace: Trace, idle: Idle) -> str:
         return f"{head}it has done all of its actions, and {idle.needer} runs beside computing."
     if idle.giver is None:
         return f"{head}{idle.needer}, its first action, needs nothing, and has not been started."
-    ended = _when(trace, idle.giver)
+    ended = idle.end if idle.giver.traits.channel else _when(trace, idle.giver)
     if idle.reason == "all-reduce":
         return f"{head}{idle.needer} begins when the last rank is there, which runs {idle.giver} until {number(ended)}."
     told = {
@@ -80,22 +86,28 @@ def sentence(trace: Trace, idle: Idle) -> str:
     return f"{head}{idle.needer}{first} needs {idle.giver}, {told}."
 
 
-def chain(trace: Trace, action: object) -> Iterator[str]:
-    """Yield, step by step backwards, why an action did not begin earlier."""
+def chain(trace: Trace, code: int) -> Iterator[str]:
+    """Yield, step by step backwards, why an action, or a move, did not begin earlier."""
     bound, found = trace.plan.bound, Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
-    named = bound.codes.action
-    code = next(each for each in where if named(each) == action)
+    named = found.action
     while True:
+        if code not in where:
+            move, before_it = found.move(code), found.before_move(code)
+            yield f"{move.action} begins on rank {move.rank} at {number(move.start)}: " + (
+                "nothing comes before it." if before_it is None else f"until then it waits for {named(before_it)}."
+            )
+            if before_it is None:
+                return
+            code = before_it
+            continue
         rank, index = where[code]
         began, wait = number(trace.starts[rank][index]), found.of(rank, index)
         before = before_slot(trace, rank, index)
         if wait is not None:
-            giver, there = named(wait.giver), f", and its value is there at {number(wait.there)}"
-            yield (
-                f"{named(code)} begins on rank {rank} at {began}: {giver} on rank {where[wait.giver][0]} ends at "
-                f"{number(wait.ended)}{there if wait.there > wait.ended else ''}."
-            )
+            giver = f"{named(wait.giver)} on rank {where.get(wait.giver, (rank,))[0]}"
+            there = f", and its value is there at {number(wait.there)}" if wait.there > wait.ended else ""
+            yield f"{named(code)} begins on rank {rank} at {began}: {giver} ends at {number(wait.ended)}{there}."
             code = wait.giver
         elif before >= 0:
             other = bound.rows[rank][before]

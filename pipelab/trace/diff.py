@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum
@@ -24,7 +24,7 @@ from pipelab.trace.trace import Trace
 if TYPE_CHECKING:
     from pipelab.draw.table import Table
 
-Part = Literal["durations", "transfers", "late starts", "order"]
+Part = Literal["durations", "transfers", "late starts", "order", "moves"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """What makes a makespan longer or shorter; see `Diff`."""
@@ -64,12 +64,13 @@ class Change:
 class Diff(Sequence[Change]):
     """Two traces of the same actions, compared: one `Change` for each action, the largest effect first.
 
-    The effects of all actions add up to the difference of the makespans. They have four parts:
+    The effects of all actions add up to the difference of the makespans. They have five parts:
 
     - `durations`: actions take longer. The times go evenly from the first trace's to the second's, and each change
       counts for as long as its action is on the critical path.
     - `transfers`: values travel longer, or wait longer behind others; counted for the action that needs them.
     - `late starts`: actions begin later after their rank and all that they need are there.
+    - `moves`: the same of actions that wait for weights to be gathered, or for an activation to be loaded.
     - `order`: other actions are on the critical path, because an action follows another one on its rank, or is on
       another rank. pipelab exchanges the orders, and takes the mean with both traces' times; the other parts are then
       means of both orders.
@@ -271,8 +272,8 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
 class _Effects:
     """What each action adds to the makespan, by part."""
 
-    def __init__(self, number: Mapping[int, int]) -> None:
-        self.number = number
+    def __init__(self, number: Mapping[int, int], waiting: Collection[int]) -> None:
+        self.number, self.waiting = number, waiting
         self.by_part: dict[Part, list[float]] = {part: [0.0] * len(number) for part in PARTS}
 
     def add_order(self, path: Path, times: Times, weight: float) -> None:
@@ -285,9 +286,10 @@ class _Effects:
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
-        durations, transfers, lates = (self.by_part[part] for part in PARTS[:3])
+        durations, transfers, late_starts, _, moves = self.by_part.values()
         for action in path.actions:
             durations[action] += weight * (after.durations[action] - before.durations[action])
+            lates = moves if action in self.waiting else late_starts
             lates[action] += weight * (after.lates[action] - before.lates[action])
         for travel in path.travels:
             transfers[self.number[travel // 2]] += weight * (after.lags[travel] - before.lags[travel])
@@ -302,7 +304,8 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
     for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
         old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
-    effects = _Effects(number)
+    awaited = before.plan.bound.awaited() | after.plan.bound.awaited()
+    effects = _Effects(number, {at for key, at in number.items() if key % len(after.plan.bound.codes.kind) in awaited})
     if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
         orders.pop()
     for order in orders:

@@ -74,21 +74,19 @@ def idle_times(trace: Trace) -> tuple[Idle, ...]:
         1 4.0 6.0 drain None None
     """
     found = Waits(trace)
-    awaited = trace.plan.bound.awaited() if trace.moves else {}
-    came = {code: max(trace.moves[at].end for at in moves) for code, moves in awaited.items()}
-    return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank, came))
+    return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank))
 
 
-def _of_rank(trace: Trace, found: Waits, rank: int, came: Mapping[int, float]) -> Iterator[Idle]:
-    """Yield the idle times of one rank; `came` says, by code, when what it needs from a channel was there."""
+def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
+    """Yield the idle times of one rank."""
     action = trace.plan.bound.codes.action
     row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
     free = trace.start
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if start > free:
-            needs = found.needs(rank, index)
-            last = max(needs, key=lambda need: need.there, default=None)
-            who = (action(row[index]), action(last.giver) if last is not None and last.there > free else None)
+            begun, every = free, found.needs(rank, index)
+            needs = [need for need in every if need.giver < len(trace.plan.bound.codes.kind)]
+            moves = [need for need in every if need not in needs]
             reduces = trace.plan.bound.codes.collective[row[index]]
             parts: list[tuple[Reason, float]]
             if before_slot(trace, rank, index) < 0:
@@ -103,10 +101,13 @@ def _of_rank(trace: Trace, found: Waits, rank: int, came: Mapping[int, float]) -
                     ("transfer", max((need.there for need in needs), default=free)),
                 ]
             if not reduces:
-                parts.append(("channel", came.get(row[index], free)))
+                parts.append(("channel", max((need.there for need in moves), default=free)))
             for reason, until in (*parts, ("order", start)):
                 if (until := min(until, start)) > free:
-                    yield Idle(rank, free, until, reason, *who)
+                    causes = {"channel": moves, "fill": every}.get(reason, needs)
+                    last = max(causes, key=lambda need: need.there, default=None)
+                    giver = found.action(last.giver) if last is not None and last.there > begun else None
+                    yield Idle(rank, free, until, reason, action(row[index]), giver)
                     free = until
         free = max(free, end)
     for reduce in [move for move in trace.moves if move.rank == rank and move.action.kind == "R"][-1:]:

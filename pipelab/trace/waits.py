@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
+from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.trace.events import Event, Transfer
 
@@ -113,6 +114,10 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     passed: set[int] = set()  # no trace that was simulated or measured comes twice to an action, but a file may
     while code is not None and code not in passed:
         passed.add(code)
+        if code not in where:
+            path.append(found.move(code))
+            code = found.before_move(code)
+            continue
         rank, index = where[code]
         path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
         wait, before = found.of(rank, index), before_slot(trace, rank, index)
@@ -121,7 +126,10 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
 
 
 class Waits:
-    """What the actions of a trace waited for, computed when asked for."""
+    """What the actions of a trace waited for, computed when asked for.
+
+    Move `k` of the plan, such as a gather, has the code `k` after the last one, as in `network_of`.
+    """
 
     def __init__(self, trace: Trace) -> None:
         code = trace.plan.bound.codes.code
@@ -129,6 +137,38 @@ class Waits:
         self.ended = _ended(self.bound, trace.ends)
         self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.recorded}
         self.slack = 1e-9 * trace.makespan
+        self.awaited = self.bound.awaited() if trace.moves else {}
+
+    def action(self, code: int) -> Action:
+        """Return the action or move with this code."""
+        return self.bound.codes.action(code) if code < len(self.bound.codes.kind) else self.move(code).action
+
+    def move(self, code: int) -> Event:
+        """Return the move with this code, and its times."""
+        return self.trace.moves[code - len(self.bound.codes.kind)]
+
+    def last_move(self, code: int) -> int | None:
+        """Return which of the moves that an action waits for ended last."""
+        moves = [len(self.bound.codes.kind) + at for at in self.awaited.get(code, ())]
+        return max(moves, key=lambda move: self.move(move).end, default=None)
+
+    def before_move(self, code: int) -> int | None:
+        """Return what a move waited for longest: an action of its rank, or a move on its channel or of the same."""
+        computing, moves = len(self.bound.codes.kind), self.bound.moves
+        at = code - computing
+        mine, found = moves[at], dict[object, int]()
+        for other in range(at - 1, -1, -1):
+            if moves[other].rank != mine.rank:
+                break
+            for same in {mine.what, mine.action.traits.channel} & {
+                moves[other].what,
+                moves[other].action.traits.channel,
+            }:
+                found.setdefault(same, computing + other)
+        ends = {each: self.move(each).end for each in found.values()}
+        if mine.before:
+            ends[self.bound.rows[mine.rank][mine.before - 1]] = self.trace.ends[mine.rank][mine.before - 1]
+        return max(ends, key=ends.__getitem__, default=None)
 
     def of(self, rank: int, index: int) -> Wait | None:
         """Return the value that arrived last, if it arrived after the rank was free."""
@@ -160,7 +200,9 @@ class Waits:
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if not self.bound.codes.collective[code]:
-            return [self.arrival(value, giver, code) for value, giver in self.bound.inputs(code)]
+            came = ((len(self.bound.codes.kind) + at, self.trace.moves[at].end) for at in self.awaited.get(code, ()))
+            moved = [Wait(move, end, end) for move, end in came]
+            return [self.arrival(value, giver, code) for value, giver in self.bound.inputs(code)] + moved
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
         ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)

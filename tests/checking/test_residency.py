@@ -10,6 +10,7 @@ import pytest
 
 import pipelab
 from pipelab import LOAD, OFFLOAD, RESHARD, UNSHARD, B, Cost, F, I, Plan, W, check, simulate
+from pipelab.draw import page
 
 RIGHT = "0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2B0 2B1 2RESHARD 0UNSHARD 0B0 0B1 0RESHARD; 1F0 1F1 1B0 1B1"
 
@@ -185,3 +186,40 @@ def test_moves_are_written_in_pytorchs_words_and_read_back(tmp_path):
     assert str(plan) == "rank 0 | 0UNSHARD 0F0 0OFFLOAD0 0LOAD0 0I0 0W0 0RESHARD"
     assert Plan.from_csv(plan.to_csv(tmp_path / "plan.csv")) == plan
     assert check(plan) == []
+
+
+MOVING = {
+    "one room": (pipelab.with_gathers(pipelab.Interleaved1F1B(3, 6), 1), Cost(gather=1)),
+    "two rooms": (pipelab.with_gathers(pipelab.InterleavedZeroBubble(3, 7, 3), 2), Cost(gather=3)),
+    "slow loads": (pipelab.PipeOffload(3, 6, sent=2), Cost(offload=1, load=4)),
+    "slow pairs": (pipelab.BPipe(5, 9), Cost(offload=3, load=2)),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_the_critical_path_goes_without_a_gap_through_gathers_offloads_and_loads(name):
+    trace = simulate(*MOVING[name])
+    path = trace.critical_path
+    assert (path[0].start, path[-1].end) == pytest.approx((0, trace.makespan))
+    assert [one.end for one in path[:-1]] == pytest.approx([other.start for other in path[1:]])
+    assert any(event.action.traits.channel for event in path)
+    computing = sum(not event.action.traits.channel for event in path)
+    assert len(page.content(trace)["data"]["traces"][0]["critical"]) == computing
+
+
+def test_who_waits_for_a_gather_is_told_which_one_and_what_it_waited_for():
+    trace = simulate(pipelab.with_gathers(pipelab.Interleaved1F1B(2, 2), 1), Cost(gather=1))
+    (wait,) = [idle for idle in trace.idle if idle.rank == 0 and idle.reason == "channel"]
+    assert (str(wait.needer), str(wait.giver)) == ("2F0", "2UNSHARD")
+    first, second, third, *_ = trace.why(0, 1.75).splitlines()
+    assert "2F0 needs 2UNSHARD, which ends at 2" in first
+    assert ("2UNSHARD begins on rank 0 at 1.5" in second, "0F1" in second) == (True, True)
+    assert third.startswith("0F1 begins")
+    assert trace.why(0, 0.1).endswith("0UNSHARD begins on rank 0 at 0: nothing comes before it.")
+
+
+def test_a_difference_that_comes_from_gathers_is_called_so():
+    plan = pipelab.with_gathers(pipelab.Interleaved1F1B(2, 2), 1)
+    found = pipelab.diff(simulate(plan), simulate(plan, Cost(gather=1)))
+    assert found.parts == {"moves": found.longer}
+    assert {str(each.action) for each in found if each.effects.get("moves")} == {"0F0", "2F0", "1B0"}

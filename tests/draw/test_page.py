@@ -675,6 +675,19 @@ def test_what_is_shown_is_saved_as_a_picture(opened, schedule, tmp_path):
     assert [width, height] == [round(2 * float(svg.get(name))) for name in ("width", "height")]
 
 
+def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tmp_path):
+    trace = pipelab.simulate(pipelab.PipeOffload(2, 4, sent=2), Cost(offload=2, load=2))
+    tab = opened(page.page(trace))
+    read = "each => each.map(b => ['x', 'width', 'y'].map(name => +b.getAttribute(name)))"
+    boxes = sorted(tab.locator("#timelines .move").evaluate_all(read), key=lambda box: (box[2], box[0]))
+    assert len(boxes) == len(trace.moves)
+    assert len({y for *_, y in boxes}) == 4  # two ranks, each with offloads and loads
+    for (x, width, y), (after, _, below) in itertools.pairwise(boxes):
+        assert y != below or x + width <= after + 0.01
+    assert {"offload", "load"} <= set(tab.locator(".legend span").all_inner_texts())
+    assert "offload" in saved(tab, "svg", tmp_path).read_text()
+
+
 def renamed_with_transfers(trace):
     return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
 

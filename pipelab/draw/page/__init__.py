@@ -115,6 +115,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
+    moved = {move.action.kind for trace in comparison.traces for move in trace.moves}
     traits = {kind: TRAITS[kind] for kind in KINDS if kind in there}
     found = {idle.reason for trace in comparison.traces for idle in trace.idle}
     waits_for = [reason for reason in REASONS if reason in found]
@@ -125,6 +126,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "meanings": {reason: MEANINGS[reason] for reason in waits_for},
         "gaps": {reason: _gap(reason) for reason in waits_for},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
+        "moves": {kind: each.word for kind, each in TRAITS.items() if kind in moved and each.channel and each.cost},
         "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
@@ -382,7 +384,8 @@ def _further(bound: BoundPlan) -> list[tuple[int, int]]:
 
 
 def _places(trace: Trace) -> list[tuple[int, int]]:
-    """Return rank and index of every action on the critical path."""
+    """Return rank and index of every action on the critical path that is no move."""
     code = trace.plan.bound.codes.code
     where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
-    return [(event.rank, where[event.rank][code(event.action)]) for event in trace.critical_path]
+    path = [event for event in trace.critical_path if not event.action.traits.channel]
+    return [(event.rank, where[event.rank][code(event.action)]) for event in path]

@@ -69,6 +69,9 @@ class Model {
     this.moves = raw.moves.map(([rank, start, end, name, kind, held]) => {
       return { rank, start: start * raw.tick, end: end * raw.tick, name, kind, held };
     });
+    const channel = ({ kind }) => (kind === "RESHARD" ? "UNSHARD" : kind); // a free takes no time: it is a line there
+    this.channels = [...new Set(this.moves.map(channel))];
+    for (const move of this.moves) move.channel = this.channels.indexOf(channel(move));
     this.first = []; // by rank: its first place
     this.idleOf = []; // by rank: its idle times
     this.rank = new Int32Array(count);

@@ -1,5 +1,5 @@
 const STRIP = 8; // pixels of a memory strip
-const CHANNEL = 15; // pixels of a strip with gathers, frees, offloads and loads
+const CHANNEL = 15; // pixels of each strip with what runs on a channel: gathers and frees, offloads, loads
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
 const FEW_MOVING = 150; // the same while the picture moves: elements are slow
 const HUES = 8;
@@ -152,7 +152,7 @@ class Timeline {
     return this.scroller.scrollLeft;
   }
   get strip() {
-    return (look.memory ? STRIP : 0) + rise(this) + (this.model.moves.length ? CHANNEL : 0);
+    return (look.memory ? STRIP : 0) + rise(this) + CHANNEL * this.model.channels.length;
   }
   get pitch() {
     return this.lane + this.strip;
@@ -427,9 +427,10 @@ class Timeline {
 
   // Right above each lane, what runs on its channels; what takes no time is a line.
   channels(painter, from, to) {
-    for (const { rank, start, end, name, kind } of this.model.moves) {
+    const { moves, channels } = this.model;
+    for (const { rank, start, end, name, kind, channel } of moves) {
       if (this.shut(rank) || end < from || start > to) continue;
-      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL + 2,
+      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL * (channels.length - channel) + 2,
         width = Math.max(1.5, (end - start) * this.scale),
         box = { x: start * this.scale - this.left, y, width, height: CHANNEL - 3 };
       painter.rect(box, `--${kind}0`, 1, { class: "move", "data-move": name });

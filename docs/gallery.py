@@ -180,7 +180,7 @@ def card(name: str, trace: Trace, *, edit: bool) -> str:
     lines = [
         f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
         f"**[{trace.name}]({name}.md)**<br>{kind.__doc__.partition(chr(10))[0]}",
-        f"bubble **{100 * trace.bubble:.1f} %**, holds **{held(trace):g}** micro-batches",
+        f"bubble **{100 * trace.bubble:.1f} %**, holds {most(trace, '**')}",
         f"{paper(kind.source)}<br>{' · '.join(links)}",
     ]
     return "\n\n    ".join(lines)
@@ -189,6 +189,18 @@ def card(name: str, trace: Trace, *, edit: bool) -> str:
 def held(trace: Trace) -> float:
     """Return the most activations that a rank holds, in micro-batches of its share of the model."""
     return max(trace.peak_activations) * trace.ranks / trace.plan.stages
+
+
+def most(trace: Trace, mark: str = "") -> str:
+    """Return the most that a rank holds, in words; where micro-batches are slices, its share of the batch."""
+    if trace.plan.after is None:
+        return f"{mark}{held(trace):g}{mark} micro-batches"
+    return f"{mark}{part(trace)}{mark} of the batch"
+
+
+def part(trace: Trace) -> str:
+    """Return which part of the batch the fullest rank holds."""
+    return f"{100 * held(trace) / MICROBATCHES + 1e-9:.0f} %"
 
 
 def paper(source: str) -> str:
@@ -246,7 +258,7 @@ PAGE = """# {title}
 
 [The picture alone]({name}.html) · {edit}from {source}
 
-| schedule | makespan | bubble | most micro-batches held | peak activations |
+| schedule | makespan | bubble | {column} | peak activations |
 |---|--:|--:|--:|--:|
 {rows}
 {note}
@@ -295,8 +307,9 @@ def schedule_page(name: str, trace: Trace, first: Trace, *, edit: bool) -> str:
         microbatches=MICROBATCHES,
         edit=f'<a href="../../playground/#schedule={name}">change its code and costs</a> · ' if edit else "",
         source=linked(kind.source),
-        rows="\n".join(row(each) for each in dict.fromkeys((trace, first))),
-        note=HALVES if trace.plan.stages == 2 * trace.ranks else "",
+        column="most micro-batches held" if trace.plan.after is None else "most of the batch held",
+        rows="\n".join(row(each, trace) for each in dict.fromkeys((trace, first))),
+        note=(HALVES if trace.plan.stages == 2 * trace.ranks else "") + (slices(name) if trace.plan.after else ""),
         body=body,
         formulas=formulas(kind),
         code=code(name),
@@ -314,7 +327,9 @@ def against(trace: Trace, first: Trace) -> str:
 
     parts = [
         "takes " + than("units", trace.makespan, first.makespan),
-        "holds " + than("micro-batches", held(trace), held(first)),
+        "holds " + than("micro-batches", held(trace), held(first))
+        if trace.plan.after is None
+        else f"holds {most(trace)} instead of {part(first)}",
         "and sends " + than("values", sent(trace), sent(first)),
     ]
     pairs = enumerate(zip(trace.plan.rows[0], first.plan.rows[0], strict=False), 1)
@@ -324,9 +339,19 @@ def against(trace: Trace, first: Trace) -> str:
     return f"**Against [1F1B](1f1b.md)**, {sizes}, it {', '.join(parts)}. {order}"
 
 
-def row(trace: Trace) -> str:
+def row(trace: Trace, shown: Trace) -> str:
     peaks = " ".join(map(str, trace.peak_activations))
-    return f"| {trace.name} | {trace.makespan:g} | {100 * trace.bubble:.1f} % | {held(trace):g} | {peaks} |"
+    holds = f"{held(trace):g}" if shown.plan.after is None else part(trace)
+    return f"| {trace.name} | {trace.makespan:g} | {100 * trace.bubble:.1f} % | {holds} | {peaks} |"
+
+
+def slices(name: str) -> str:
+    """Return what a micro-batch is in a schedule of slices, and what its peaks count."""
+    count = KINDS[name](RANKS, MICROBATCHES).slices
+    return (
+        f"\nIts {MICROBATCHES} micro-batches are slices, {count} of each of {MICROBATCHES // count} sequences, and its "
+        "peaks count slices. 1F1B's micro-batches are whole sequences: compare the shares of the batch.\n"
+    )
 
 
 def formulas(kind: type[pipelab.Schedule]) -> str:

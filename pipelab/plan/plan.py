@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
@@ -114,10 +115,11 @@ class Plan:
         vars(self).update(name=str(name or repr(self)))
 
     @classmethod
-    def parse(cls, rows: str | Iterable[str], name: str | None = None) -> Plan:
+    def parse(cls, rows: str | Iterable[str], name: str | None = None, after: After | None = None) -> Plan:
         """Read a plan in PyTorch's notation, from one text per rank, or from one text as `print(plan)` shows it.
 
-        Blanks or commas separate actions. In one text, line ends or semicolons separate ranks.
+        Blanks or commas separate actions. In one text, line ends or semicolons separate ranks. The notation has no word
+        for slices of sequences: `after` says which they are, as for `Plan`.
 
         Example:
             >>> Plan.parse(["0F0 0B0", "1F0 1B0"]).stages
@@ -129,20 +131,21 @@ class Plan:
             FormatError: if a word is not an action, with its rank and position; or if a row names another rank.
         """
         lines = lines_of(rows) if isinstance(rows, str) else list(rows) if isinstance(rows, Iterable) else [rows]
-        return cls([parse_row(line, rank) for rank, line in enumerate(lines)], name=name)
+        return cls([parse_row(line, rank) for rank, line in enumerate(lines)], name=name, after=after)
 
     @classmethod
-    def from_csv(cls, path: str | os.PathLike[str]) -> Plan:
+    def from_csv(cls, path: str | os.PathLike[str], after: After | None = None) -> Plan:
         """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
 
         A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored. Blanks
-        may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows.
+        may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows. `after` says which
+        micro-batches are slices, as for `Plan`: the notation has no word for it.
 
         Raises:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
                 if the file is not text in UTF-8.
         """
-        return cls(read_rows(read_text(path), str(path)), name=Path(path).name)
+        return cls(read_rows(read_text(path), str(path)), name=Path(path).name, after=after)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
@@ -153,8 +156,15 @@ class Plan:
 
         Warns:
             UserWarning: if the last stage's forwards are not in ascending order. PyTorch's runtime numbers losses in
-                the order of the forwards, so it would start backwards from the wrong losses.
+                the order of the forwards, so it would start backwards from the wrong losses. Or if the plan has slices
+                of sequences, which the file does not say.
         """
+        if self.after is not None and self.bound.codes.more_needs:
+            warnings.warn(
+                "the file does not say which micro-batches are slices of one sequence: PyTorch's notation has no word "
+                "for it\n  try: Plan.from_csv(path, after=plan.after); or save a trace as .json, which says it",
+                stacklevel=2,
+            )
         write_rows(path, self.rows)
         return Path(path)
 

@@ -163,3 +163,12 @@ def test_the_catalogues_slices_are_legal_and_take_what_their_formulas_say_for_an
         assert list(trace.peak_activations) == peaks
         tried += 1
     assert tried >= 80
+
+
+def test_a_file_that_cannot_name_slices_says_so_and_takes_them_back_from_its_reader(tmp_path):
+    plan = pipelab.Seq1F1B(2, 4).plan()
+    with pytest.warns(UserWarning, match=r"slices of one sequence.*\n  try: .*after=plan\.after"):
+        path = plan.to_csv(tmp_path / "plan.csv")
+    assert Plan.from_csv(path) != plan
+    assert Plan.from_csv(path, after=plan.after) == plan
+    assert Plan.parse([" ".join(map(str, row)) for row in plan.rows], after=plan.after) == plan

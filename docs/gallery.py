@@ -40,6 +40,7 @@ TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak 
 """Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch are in every line."""
 
 PAPERS = {
+    "BPipe (ICML '23)": "https://icml.cc/virtual/2023/poster/25066",
     "PipeDream (SOSP '19)": "https://doi.org/10.1145/3341301.3359646",
     "SIAM J. Appl. Math. 17": "https://doi.org/10.1137/0117039",
 }
@@ -168,7 +169,7 @@ def simulated(name: str) -> Trace:
     """Simulate a schedule under the name that papers give it; what it sends away takes half a forward."""
     cost = pipelab.Cost(offload=0.5, load=0.5) if name in moving else None
     trace = pipelab.simulate(KINDS[name](RANKS, MICROBATCHES), cost)
-    return Trace(trace.plan, trace.starts, trace.ends, name=title(name))
+    return Trace(trace.plan, trace.starts, trace.ends, moves=trace.moves, name=title(name))
 
 
 def card(name: str, trace: Trace, *, edit: bool) -> str:

@@ -9,7 +9,7 @@ from pipelab.plan.actions import Action, F, I, W
 
 
 class ZeroPP(Looped):
-    """Looped BFS in units, with split backwards: every stage's weights are gathered once for each sweep of a unit.
+    """Looped BFS in units, with split backwards: a rank stays with a stage for a whole unit, and gathers it rarely.
 
         rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2         2I2 2I1 2I0 2W2 2W1 2W0 0I2 0I1 0I0 0W2 0W1 0W0
         rank 1 |     1F0 1F1 1F2 3F0 3F1 3F2 3I2 3I1 3I0 3W2 3W1 3W0 1I2 1I1 1I0 1W2 1W1 1W0
@@ -19,9 +19,8 @@ class ZeroPP(Looped):
     rank `r` leaves `2(P - 1 - r)` of them for later: they fill its wait between the next unit's forwards and backwards.
     So only the first unit waits there, and a rank holds little more than one unit, not the whole batch.
 
-    With sharded weights that is the point: a rank stays with one stage for a whole unit.
-    `pipelab.with_gathers(schedule, 1)` has at most `2v` gathers for each unit, where interleaved 1F1B gathers at every
-    turn. It holds more activations.
+    With sharded weights that is the point: with room for one stage, a rank gathers at most `2v` times for each unit,
+    where interleaved 1F1B gathers at every turn. The price is activations.
 
     Example:
         >>> import pipelab

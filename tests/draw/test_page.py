@@ -684,8 +684,8 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
     assert len({y for *_, y in boxes}) == 4  # two ranks, each with offloads and loads
     for (x, width, y), (after, _, below) in itertools.pairwise(boxes):
         assert y != below or x + width <= after + 0.01
-    assert {"offload", "load"} <= set(tab.locator(".legend span").all_inner_texts())
-    assert "offload" in saved(tab, "svg", tmp_path).read_text()
+    assert {"OFFLOAD", "LOAD"} <= {text.strip() for text in tab.locator(".legend button").all_inner_texts()}
+    assert ">OFFLOAD <" in saved(tab, "svg", tmp_path).read_text()
 
 
 def renamed_with_transfers(trace):

@@ -115,7 +115,8 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
     alone = len(comparison.traces) == 1
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
-    moved = {move.action.kind for trace in comparison.traces for move in trace.moves}
+    moves = {move.action.kind for trace in comparison.traces for move in trace.moves}
+    moved = {kind: each for kind, each in TRAITS.items() if kind in moves and each.channel and each.cost}
     traits = {kind: TRAITS[kind] for kind in KINDS if kind in there}
     found = {idle.reason for trace in comparison.traces for idle in trace.idle}
     waits_for = [reason for reason in REASONS if reason in found]
@@ -125,8 +126,8 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "reasons": REASONS,
         "meanings": {reason: MEANINGS[reason] for reason in waits_for},
         "gaps": {reason: _gap(reason) for reason in waits_for},
-        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there},
-        "moves": {kind: each.word for kind, each in TRAITS.items() if kind in moved and each.channel and each.cost},
+        "kinds": {kind: Action(kind).word for kind in KINDS if kind in there}
+        | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
         "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
@@ -269,6 +270,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     def ticks(times: Iterable[float]) -> list[int]:
         return [round((time - trace.start) / tick) for time in times]
 
+    strips = list(dict.fromkeys(map(_strip, trace.moves)))
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
     lags = _lags(trace, tick)
     waited = waits(trace) if any(each.behind for each in trace.recorded) else []
@@ -280,7 +282,8 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "microbatches": trace.plan.microbatches,
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
-        "moves": [_move(each, ticks([each.start, each.end])) for each in trace.moves],
+        "strips": len(strips),
+        "moves": [_move(each, ticks([each.start, each.end]), strips) for each in trace.moves],
         "critical": _places(trace),
         "further": _further(bound),
         "ranks": [
@@ -299,11 +302,17 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     }
 
 
-def _move(event: Event, times: Sequence[int]) -> list[int | str]:
-    """Return a move's rank, start, end, name, kind, and how many activations more its rank holds after it."""
+def _strip(event: Event) -> str:
+    """Return in which strip a move is drawn, its channel's; a free, which takes no time, among gathers."""
+    channel = event.action.traits.channel
+    return "gather" if channel == "now" else channel
+
+
+def _move(event: Event, times: Sequence[int], strips: Sequence[str]) -> list[int | str]:
+    """Return a move's rank, start, end, name, kind, how many activations more its rank holds, and its strip, from 1."""
     action = event.action
     held = 0 if action.microbatch is None else action.traits.in_flight
-    return [event.rank, *times, str(action), action.kind, held]
+    return [event.rank, *times, str(action), action.kind, held, 1 + strips.index(_strip(event))]
 
 
 def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:

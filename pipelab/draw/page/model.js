@@ -63,15 +63,13 @@ class Model {
       span: raw.span * raw.tick,
       tick: raw.tick,
       typical: raw.typical,
+      strips: raw.strips,
     });
     Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
-    this.moves = raw.moves.map(([rank, start, end, name, kind, held]) => {
-      return { rank, start: start * raw.tick, end: end * raw.tick, name, kind, held };
+    this.moves = raw.moves.map(([rank, start, end, name, kind, held, strip]) => {
+      return { rank, start: start * raw.tick, end: end * raw.tick, name, kind, held, strip };
     });
-    const channel = ({ kind }) => (kind === "RESHARD" ? "UNSHARD" : kind); // a free takes no time: it is a line there
-    this.channels = [...new Set(this.moves.map(channel))];
-    for (const move of this.moves) move.channel = this.channels.indexOf(channel(move));
     this.first = []; // by rank: its first place
     this.idleOf = []; // by rank: its idle times
     this.rank = new Int32Array(count);

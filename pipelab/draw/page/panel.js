@@ -347,11 +347,6 @@ function legend() {
       made.style.cssText = `--swatch:${angle ? hatch : "var(--wait)"};--swatch-edge:var(--${ground}-edge)`;
       return made;
     });
-  const moves = Object.entries(data.moves).map(([kind, word]) => {
-    const made = tag("span", word);
-    made.style.setProperty("--swatch", `var(--${kind}0)`);
-    return made;
-  });
   if (look.memory) {
     const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
       made = tag("span", `up to ${most} activations`);
@@ -374,7 +369,6 @@ function legend() {
   keepFocus(place, () =>
     place.replaceChildren(
       ...kinds,
-      ...moves,
       ...idle,
       tag("small", [notes[look.colour], crowded].filter(Boolean).join("; ")),
       ...scale(),

@@ -79,9 +79,8 @@ function views() {
 function named(painter, view) {
   let x = 110;
   const y = view.height + 37,
-    kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]),
-    moves = Object.entries(data.moves).map(([kind, word]) => [`--${kind}0`, word]);
-  for (const [colour, text] of [...(look.colour === "kind" || view.crowded ? kinds : []), ...moves]) {
+    kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]);
+  for (const [colour, text] of look.colour === "kind" || view.crowded ? kinds : []) {
     painter.rect({ x, y: y - 9, width: 14, height: 10 }, colour, 1, {});
     painter.note(x + 20, y, text, { class: "axis-name" });
     x += 46 + 6.5 * text.length;

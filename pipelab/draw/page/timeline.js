@@ -152,7 +152,7 @@ class Timeline {
     return this.scroller.scrollLeft;
   }
   get strip() {
-    return (look.memory ? STRIP : 0) + rise(this) + CHANNEL * this.model.channels.length;
+    return (look.memory ? STRIP : 0) + rise(this) + CHANNEL * this.model.strips;
   }
   get pitch() {
     return this.lane + this.strip;
@@ -427,13 +427,12 @@ class Timeline {
 
   // Right above each lane, what runs on its channels; what takes no time is a line.
   channels(painter, from, to) {
-    const { moves, channels } = this.model;
-    for (const { rank, start, end, name, kind, channel } of moves) {
+    for (const { rank, start, end, name, kind, strip } of this.model.moves) {
       if (this.shut(rank) || end < from || start > to) continue;
-      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL * (channels.length - channel) + 2,
+      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL * strip + 2,
         width = Math.max(1.5, (end - start) * this.scale),
         box = { x: start * this.scale - this.left, y, width, height: CHANNEL - 3 };
-      painter.rect(box, `--${kind}0`, 1, { class: "move", "data-move": name });
+      painter.rect(box, `--${kind}0`, look.hidden.has(kind) ? 0.25 : 1, { class: "move", "data-move": name });
       if (width > 7 * name.length) painter.text(box, name, `--${kind}0-ink`, 1, { class: "label" }, this.width);
     }
   }

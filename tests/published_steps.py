@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -162,6 +162,35 @@ def megatron() -> list[Step]:
     return found
 
 
+# --- Jiang et al. 2024, MegaScale (arXiv:2402.15627): tables 1 and 2, its baseline Megatron-LM, section 6.1 ----------
+
+
+def megascale() -> list[Step]:
+    """Each row of Megatron-LM, on eight ranks of six stages; micro-batches of one sequence are assumed."""
+    rows = {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9, 3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57}
+    found = []
+    for gpus, seconds in rows.items():
+        replicas, batch = gpus // 64, 768 if gpus <= 1024 else 6144
+        more = {"replicas": replicas, "recompute": "selective", "zero": 1}
+        estimate = _gpt(96, 12288, 128, 8, 6, batch // replicas, 1, **more)
+        estimate = replace(estimate, model=replace(estimate.model, vocab=64000))
+        group = "175B on 256 to 12,288 A100 (MegaScale 2024, table 2: Megatron-LM)"
+        found.append(Step(group, f"175B on {gpus:,}, batch {batch:,}", seconds, estimate))
+    return found
+
+
+# --- torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: 70B in 16 bits without asynchronous TP --------
+
+
+def torchtitan() -> list[Step]:
+    """The row of 70B: 597.3 tokens a second for each H100, whose memory is slower than others'."""
+    model = Transformer(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256, sequence=8192)
+    layout = Layout(tensor=8, replicas=32, zero=3, microbatch=16, recompute="full")
+    estimate = Estimate(model, layout, device("h100", bandwidth=2.4e12, memory=96e9))
+    group = "Llama 3 70B on 256 H100 (torchtitan, June 2025)"
+    return [Step(group, "70B on 256 GPUs, FSDP 32, TP 8", 16 * 8192 / 8 / 597.3, estimate)]
+
+
 # --- Llama 3 (arXiv:2407.21783): table 4, rows of 8,192 tokens --------------------------------------------------------
 
 
@@ -195,7 +224,7 @@ def summary(steps: list[Step]) -> str:
 
 def groups() -> list[list[Step]]:
     """All steps, by group."""
-    every = [*b200(), *korthikanti(), *megatron(), *llama()]
+    every = [*b200(), *korthikanti(), *megatron(), *megascale(), *llama(), *torchtitan()]
     return [[each for each in every if each.group == group] for group in dict.fromkeys(each.group for each in every)]
 
 

@@ -245,7 +245,7 @@ def compare(
     if diff and (len(targets) + bool(other) != 2 or len(counts) > 1 or bound):
         raise UsageError("--diff needs two schedules or traces, one number of micro-batches, and no --bound")
     if other and (len(targets) != 1 or len(counts) > 1 or bound):
-        raise UsageError("--with needs one plan, and one number of micro-batches")
+        raise UsageError(f"--with needs one plan, and one number of micro-batches: pipelab compare PLAN --with {other}")
     require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
         traces = times.traces(sizes.find(targets), targets)

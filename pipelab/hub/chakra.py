@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import UsageError
 from pipelab.files import write
+from pipelab.plan.actions import SHARED
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lowering, lowered
 from pipelab.simulation.clock import simulate
@@ -45,16 +46,18 @@ def export(plan: Plan | ScheduleLike | Trace, folder: str | os.PathLike[str], co
         ['rank.0.et', 'rank.1.et']
 
     Raises:
-        UsageError: if the plan has all-reduces or moves, whose bytes no cost says.
+        UsageError: if the plan has all-reduces, passes of all ranks, or moves, whose bytes no cost says.
         ScheduleError: if the plan has faults.
     """
     trace = plan if isinstance(plan, Trace) else simulate(plan, cost)
     bound = trace.plan.bound
-    strange = [bound.codes.action(code) for code in bound.reduces] + [move.action for move in bound.moves]
+    sizeless = {"R", *SHARED}  # what all ranks of a stage, or of the plan, do together
+    strange = [each.action for each in trace.events if each.action.kind in sizeless]
+    strange += [move.action for move in bound.moves]
     if strange:
         raise UsageError(
             f"{trace.plan.name} has {strange[0]}, and pipelab does not know how many bytes it moves\n"
-            f"  try: a plan without {strange[0].word}s"
+            f"  try: a plan without {strange[0].kind}"
         )
     low = lowered(bound, "at-use")
     weighed = replace(as_cost(cost), latency=0, links=None, bandwidth=1)

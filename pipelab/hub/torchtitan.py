@@ -79,7 +79,7 @@ def _require_readable(plan: Plan) -> None:
     if other:
         raise UsageError(
             f"rank {other[0][0]} has {other[0][1]}, and PyTorch's runtime reads {', '.join(_READ)} and pairs of F and "
-            f"B only\n  try: a plan without {other[0][1].word}s"
+            f"B only\n  try: a plan without {other[0][1].kind}"
         )
     if plan.after is not None:
         raise UsageError(

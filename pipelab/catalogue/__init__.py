@@ -158,8 +158,4 @@ schedules = Catalogue(
 """Every schedule by the name that the command line uses."""
 
 moving: dict[str, type[Schedule]] = {"bpipe": BPipe, "pipe-offload": PipeOffload}
-"""Schedules that send activations away and load them again, by the same names.
-
-They are not among `schedules`: engines run their actions, but move nothing, and `simulate` knows moves beside buffered
-transfers only.
-"""
+"""Schedules that send activations away: engines move none, and `simulate` has moves beside buffered transfers only."""

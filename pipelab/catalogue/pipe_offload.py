@@ -13,16 +13,13 @@ from pipelab.plan.actions import LOAD, OFFLOAD, Action
 class PipeOffload(Interleaved1F1B):
     """Interleaved 1F1B that sends activations of each rank's first stages, which live longest, to the host.
 
-        rank 0 | 0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 0F2 0OFFLOAD2 2B0 0F3 0OFFLOAD3 2B1 2F2 0LOAD0 … 0B0 …
-        rank 1 | 1F0 1OFFLOAD0 1F1 1OFFLOAD1 3F0 3B0 3F1 3B1 1F2 …
+        rank 0 | 0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 0F2 0OFFLOAD2 2B0 0F3 0OFFLOAD3 2B1 0LOAD0 2F2 0B0 …
 
     An activation leaves right after its forward, and comes back while the action before its backward runs. Half of the
     stages, the default, saves more than half: of 8 ranks, the first one holds 10 activations instead of 23. If all
     stages are sent, a rank holds three at most, whatever the number of ranks. That is so, and the step takes as long as
     interleaved 1F1B, if a stage's activation moves in the time of its forward or less. With slower moves, ranks wait
-    for loads.
-
-    The paper repeats one block of passes uniformly; the order here is interleaved 1F1B's.
+    for loads. The paper has an order of its own, from a block that repeats uniformly; here it is interleaved 1F1B's.
 
     Args:
         ranks: how many workers the pipeline has.
@@ -44,8 +41,8 @@ class PipeOffload(Interleaved1F1B):
     """
 
     source = (
-        "Wan et al. 2025, PipeOffload (arXiv:2503.01328), abstract: selective offload, of half or all activations; the "
-        "order is interleaved 1F1B's"
+        "Wan et al. 2025, PipeOffload (arXiv:2503.01328), abstract: offload of half or all activations; the order is "
+        "interleaved 1F1B's"
     )
     closed_forms = {
         "makespan if M >= P": "(M + (P - 1) / v) * (F + B)",
@@ -69,9 +66,8 @@ class PipeOffload(Interleaved1F1B):
         row = [each for each in super().actions(rank) if isinstance(each, Action)]
         places = [(each.microbatch or 0, each.stage or 0) for each in row]
         sent = range((self.sent or (self.stages_per_rank + 1) // 2) * self.ranks)
-        gone = {place for place in places if place[1] in sent} - {
-            one for one, other in pairwise(places) if one == other
-        }
+        stay = {one for one, other in pairwise(places) if one == other}  # a backward right after its forward
+        gone = {place for place in places if place[1] in sent} - stay
         for at, action in enumerate(row):
             if at + 1 < len(row) and row[at + 1].kind == "B" and places[at + 1] in gone:
                 yield LOAD(*places[at + 1])

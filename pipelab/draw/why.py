@@ -36,7 +36,8 @@ def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
     if found is not None:
         told = [sentence(trace, found)]
         if found.giver is not None and found.giver.traits.channel and found.needer is not None:
-            root = waits.last_move(codes.code(found.needer))
+            at_row = trace.plan.bound.index_of(rank)[codes.code(found.needer)]
+            root = max(waits.needs(rank, at_row), key=lambda need: need.there).giver
         elif found.giver is not None:
             root = codes.code(found.giver)
     else:

@@ -147,27 +147,18 @@ class Waits:
         """Return the move with this code, and its times."""
         return self.trace.moves[code - len(self.bound.codes.kind)]
 
-    def last_move(self, code: int) -> int | None:
-        """Return which of the moves that an action waits for ended last."""
-        moves = [len(self.bound.codes.kind) + at for at in self.awaited.get(code, ())]
-        return max(moves, key=lambda move: self.move(move).end, default=None)
-
     def before_move(self, code: int) -> int | None:
         """Return what a move waited for longest: an action of its rank, or a move on its channel or of the same."""
         computing, moves = len(self.bound.codes.kind), self.bound.moves
-        at = code - computing
-        mine, found = moves[at], dict[object, int]()
-        for other in range(at - 1, -1, -1):
-            if moves[other].rank != mine.rank:
-                break
-            for same in {mine.what, mine.action.traits.channel} & {
-                moves[other].what,
-                moves[other].action.traits.channel,
-            }:
-                found.setdefault(same, computing + other)
-        ends = {each: self.move(each).end for each in found.values()}
+        mine, ends = moves[code - computing], dict[int, float]()
         if mine.before:
             ends[self.bound.rows[mine.rank][mine.before - 1]] = self.trace.ends[mine.rank][mine.before - 1]
+        for each in reversed(range(computing, code)):
+            other = moves[each - computing]
+            if other.rank != mine.rank:
+                break
+            if other.what == mine.what or other.action.traits.channel == mine.action.traits.channel:
+                ends[each] = self.move(each).end
         return max(ends, key=ends.__getitem__, default=None)
 
     def of(self, rank: int, index: int) -> Wait | None:

@@ -18,6 +18,7 @@ from strategies import OF_EACH, SIZES, costs, sizes
 
 import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
+from pipelab.catalogue import moving
 from pipelab.catalogue.bases import Looped, SingleStage, VShaped
 from pipelab.errors import UsageError
 
@@ -368,6 +369,15 @@ def test_bpipes_claim_holds_where_a_move_takes_no_longer_than_a_forward(microbat
         peaks += [peak_with_what_a_partner_sends(trace, rank) for rank in range(half, ranks)]
         assert max(peaks) == (ranks + 3) // 2
         assert peaks[half + ranks % 2 :] == [(ranks + 2) // 2] * half
+
+
+@pytest.mark.parametrize(("name", "size"), [("bpipe", (4, 8)), ("pipe-offload", (2, 4))])
+def test_the_row_in_the_docstring_of_what_moves_is_the_plans(name, size):
+    kind = moving[name]
+    drawn = re.search(r"rank 0 \| (.*?) …", kind.__doc__)[1].split()
+    row = kind(*size).plan().rows[0]
+    words = [str(each if drawn[0].startswith("0") else replace(each, stage=None)) for each in row]
+    assert drawn == words[: len(drawn)]
 
 
 def test_bpipes_claim_does_not_hold_where_a_move_takes_longer():

@@ -106,20 +106,24 @@ def _plan(*sizes: Any) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _holdings(*sizes: Any) -> list[set[tuple[int, ...]]]:
-    """Return what each rank of a schedule holds over the step: of each stage, how many activations, then gradients."""
+def _holdings(*sizes: Any) -> list[tuple[list[int], set[tuple[int, ...]]]]:
+    """Return what each rank of a schedule holds over the step: of its stages, how many activations, then gradients.
+
+    First come the places of these numbers in a list of all stages' activations, then of their gradients.
+    """
     bound = _schedule(*sizes).draft().bound
     codes, found = bound.codes, []
     for row in bound.rows:
         now, over = [0] * (2 * codes.stages), set()
+        mine = sorted({codes.stage[code] + more for code in row for more in (0, codes.stages)})
         for code in row:
             stage = codes.stage[code]
             now[stage] += codes.holds[code]
             if "gw(m,s)" in codes.traits(code).gives:
                 now[codes.stages + stage] = 1
-            over.add(tuple(now))
+            over.add(tuple([now[place] for place in mine]))
             now[stage] -= codes.releases[code]
-        found.append(over)
+        found.append((mine, over))
     return found
 
 
@@ -531,5 +535,8 @@ class Estimate:
         for rank, (weights, _, optimizer, _) in zip(self._ranks, self._stored, strict=True):
             always[rank] += weights + optimizer
         each = [kept for *_, kept in self._stored] + [gradients for _, gradients, *_ in self._stored]
-        peaks = [max(sum(map(mul, counts, each)) for counts in over) for over in _holdings(*self._sizes)]
-        return tuple(self.working + own + peak for own, peak in zip(always, peaks, strict=True))
+        found = []
+        for held, (places, over) in zip(always, _holdings(*self._sizes), strict=True):
+            own = [each[place] for place in places]
+            found.append(self.working + held + max(sum(map(mul, counts, own)) for counts in over))
+        return tuple(found)

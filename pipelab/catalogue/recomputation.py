@@ -27,7 +27,8 @@ def with_recompute(
     """Return a plan in which forwards keep their inputs only, and run again (`C`) right before their backwards.
 
     A `C` needs nothing from other ranks, so a rank runs it while it waits for the gradient (Huang et al. 2019, GPipe,
-    section 2.3). A forward right before its own backward keeps its activations, as nothing would be saved.
+    section 2.3). A forward right before its own backward keeps its activations, as nothing would be saved; and so does
+    one whose activations the plan sends away.
 
     With `ahead`, a rank that waits runs later `C` too, if they end before it would go on. So with these costs no action
     starts later than without `ahead` (Liu et al. 2025, "Mario", PPoPP '25, moves recomputation into bubbles so).
@@ -78,9 +79,9 @@ def _again(row: Sequence[Item], stages: Collection[int]) -> Iterator[Item]:
     before: tuple[Action, ...] = ()
     for item in row:
         backward = _halves(item)[-1]
-        own, again = (Action(kind, backward.microbatch, backward.stage) for kind in ("F", "C"))
-        wanted = "gin(m,s)" in backward.traits.gives and backward.stage in stages and again not in listed
-        if wanted and own not in (*before, *_halves(item)):
+        own, again, away = (Action(kind, backward.microbatch, backward.stage) for kind in ("F", "C", "OFFLOAD"))
+        wanted = "gin(m,s)" in backward.traits.gives and backward.stage in stages
+        if wanted and listed.isdisjoint((again, away)) and own not in (*before, *_halves(item)):
             yield again
         yield item
         if not backward.traits.channel:

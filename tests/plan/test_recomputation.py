@@ -199,6 +199,14 @@ def test_a_forward_right_before_its_backward_is_not_run_again():
     assert updated.rows[0][2:6] == (C(0, 0), B(0, 0), U(0, 0), C(1, 0))
 
 
+def test_what_is_sent_away_is_not_run_again():
+    plan = Plan.parse("0F0 0OFFLOAD0 0F1 0F2 0C1 0B1 0B2 0LOAD0 0B0")
+    again = with_recompute(plan, ahead=1)
+    assert pipelab.check(again) == []
+    assert [str(item) for item in again.rows[0] if item.kind == "C"] == ["0C1", "0C2"]
+    assert pipelab.check(with_recompute(pipelab.BPipe(4, 8))) == []
+
+
 def test_some_stages_may_run_again_and_what_is_there_stays():
     once = with_recompute(pipelab.GPipe(3, 2), stages=[1])
     assert [sum(item.kind == "C" for item in row) for row in once.rows] == [0, 2, 0]

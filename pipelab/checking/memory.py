@@ -59,8 +59,8 @@ class Memory:
         optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
         activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
             output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
-        inputs: bytes of a stage's input for one micro-batch, which are among `activations`. If the plan runs a forward
-            again (`C`), its `F` keeps only them, and `C` the rest.
+        inputs: bytes of a stage's input for one micro-batch, which are among `activations`; 0 for the batch itself. If
+            the plan runs a forward again (`C`), its `F` keeps only them, and `C` the rest.
         for_weight_grad: bytes that `I` leaves for `W` for one micro-batch, held from `I` to the end of `W`; as many as
             `activations` if left out. While `I` runs, the larger of both is held.
         outputs: bytes of the model's output for one micro-batch, which the last stage keeps until the step's end.

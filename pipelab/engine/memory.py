@@ -43,25 +43,30 @@ def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimize
     first_x, first_y = (split_batch(each, counts)[0] for each in (x, y))
     plan = Plan.parse([f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)])
     devices, reduction = pipe.engine.stage_devices, pipe.reduction
+    sent: dict[int, int] = {}
     with type(pipe)(pipe.stages.modules, plan, pipe.loss_fn, devices, reduction=reduction) as alone:
-        _, forward, input_grad, weight_grad = zip(*step_memory(alone, first_x, first_y, optimizer).curves, strict=True)
+        curves = step_memory(alone, first_x, first_y, optimizer, sent).curves
+    _, forward, input_grad, weight_grad = zip(*curves, strict=True)
     return Memory(
         weights=[held.weights for held in weight_grad],
         gradients=[held.gradients for held in weight_grad],
         optimizer=[held.optimizer for held in weight_grad],
         activations=[held.activations for held in forward],
+        inputs=[sent.get(stage - 1, 0) for stage in range(pipe.plan.stages)],
         for_weight_grad=[held.activations for held in input_grad],
         outputs=weight_grad[-1].outputs,
     )
 
 
-def step_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> MemoryUse:
-    """Return what every rank held after each action of one step."""
+def step_memory(
+    pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None, sent: dict[int, int] | None = None
+) -> MemoryUse:
+    """Return what every rank held after each action of one step; in `sent`, by stage, the bytes of its last output."""
     engine = _require_threads(pipe)
     gpus = {each.device for each in pipe.devices if each.device.type == "cuda"}
     loss_fn = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
     with restored([*pipe.stages.modules, *loss_fn], [x, y]):
-        watch = _Watch(engine, [x, y], optimizer)
+        watch = _Watch(engine, [x, y], optimizer, {} if sent is None else sent)
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
             torch.cuda.reset_peak_memory_stats(gpu)
@@ -85,9 +90,11 @@ class _Watch:
         seen: for each rank, the actions, and the bytes in the order of `Held`.
     """
 
-    def __init__(self, engine: ThreadsEngine, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, engine: ThreadsEngine, batch: Any, optimizer: torch.optim.Optimizer | None, sent: dict[int, int]
+    ) -> None:
         ranks = range(engine.plan.ranks)
-        self._runners = engine.runners.of
+        self._runners, self._sent = engine.runners.of, sent
         self._batch = _bytes_by_address(tensors_of(batch))
         self._state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
         self._saved: defaultdict[int, Tensors] = defaultdict(WeakValueDictionary)  # by thread
@@ -104,6 +111,8 @@ class _Watch:
     def __call__(self, rank: int, stage: Stage, action: Action, kept: dict[int, Any], made: Any) -> None:
         """Look at a rank after an action."""
         self._kept[rank][stage.index] = kept
+        if action.traits.forward:
+            self._sent[stage.index] = sum(_bytes_by_address(tensors_of(made)).values())
         if action.traits.forward and stage.is_last:
             self._outputs[rank] += tensors_of(made)
         self.seen[rank].append((action, self._held(rank)))

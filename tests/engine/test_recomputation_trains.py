@@ -68,8 +68,10 @@ def test_between_f_and_c_a_rank_keeps_the_input_alone():
     wide = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)))
     with pipelab.Pipeline(wide, plan, LOSS) as pipe:
         use = pipe.memory_use(torch.randn(6, 4), torch.randn(6, 4))
+        memory = pipe.memory(torch.randn(6, 4), torch.randn(6, 4))
     held = {str(each.action): each.activations for each in use.curves[1] if each.action}
     assert held["1F0"] == 3 * 4 * 4
+    assert memory.inputs == (0, 3 * 4 * 4)
     assert held["1C0"] > held["1F1"] > 10 * held["1F0"]
 
 

@@ -59,7 +59,7 @@ def export(plan: Plan | ScheduleLike, path: str | os.PathLike[str]) -> str:
             f"{plan.microbatches}",
             "--parallelism.pipeline_parallel_microbatch_size 1",
             f"--training.local_batch_size {plan.microbatches}",
-            f"# later versions, instead of both: --parallelism.num_pp_microbatches {plan.microbatches}",
+            f"# main since August 2026, instead of both: --parallelism.num_pp_microbatches {plan.microbatches}",
             f"# {plan.stages} stages, {usual if per_rank <= 2 else other}",
         )
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import isclose
+from types import CodeType
 
 import pytest
 
@@ -67,9 +68,13 @@ FORMS = [
 ]
 
 
+@cache
+def cost_of(forward: float, inputs: float, weights: float, **more: float) -> Cost:
+    return Cost(forward=forward, backward=inputs + weights, input_grad=inputs, weight_grad=weights, **more)
+
+
 def timing(plan: Plan, letters: dict[str, float], **more: float) -> Timing:
-    cost = Cost(forward=letters["F"], backward=letters["B"], input_grad=letters["I"], weight_grad=letters["W"], **more)
-    trace = simulate(plan, cost)
+    trace = simulate(plan, cost_of(letters["F"], letters["I"], letters["W"], **more))
     return Timing(trace.makespan, trace.bubble, trace.spans, trace.peak_activations)
 
 
@@ -94,16 +99,23 @@ def cases(name: str) -> list[Case]:
             alone = timing(plan, letters)
             again = timing(pipelab.with_recompute(plan), letters, recompute=letters["C"]) if recomputes else alone
             slots = [forward + backward, max(forward, backward), forward, backward / 2]
+            latencies = [0.5, (forward + backward) / 2, 2 * backward] if waits else [0]
+            lates = {latency: timing(plan, letters, latency=latency) if waits else alone for latency in latencies}
             for pair in slots if overlaps else slots[:1]:
                 paired = timing(plan, letters, pair=pair) if overlaps else alone
-                for latency in [0.5, (forward + backward) / 2, 2 * backward] if waits else [0]:
-                    late = timing(plan, letters, latency=latency) if waits else alone
+                for latency, late in lates.items():
                     found.append(Case(letters | {"FB": pair, "T": latency}, alone, paired, late, again))
     return found
 
 
+@cache
+def compiled(text: str) -> CodeType:
+    return compile(text, "a formula", "eval")
+
+
 def value(text: str, letters: dict[str, float]) -> float:
-    return eval(text, {"min": min, "max": max, "__builtins__": {}}, letters)  # noqa: S307 - this project's own formulas
+    names = {"min": min, "max": max, "__builtins__": {}}
+    return eval(compiled(text), names, letters)  # noqa: S307 - this project's own formulas
 
 
 def mistake(name: str, quantity: str, conditions: Sequence[str], formula: str) -> str | None:

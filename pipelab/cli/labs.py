@@ -113,11 +113,6 @@ lab = typer.Typer(help="Run an experiment of the course, and make its table.", n
 def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], bool]:
     """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C or an error keeps those done.
 
-    Args:
-        rows: makes one row after the other.
-        total: how many rows there will be.
-        what: what is being made, for the progress.
-
     Returns:
         The rows, and whether all of them were made.
 

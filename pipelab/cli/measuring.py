@@ -100,10 +100,7 @@ def proof_of(results: Sequence[Result]) -> str:
 def too_few_cores(ranks: int, command: str, others: int = 0) -> str:
     """Return a warning that ranks which share cores can turn the order of schedules around; "" if each has a core.
 
-    Args:
-        ranks: how many there are.
-        command: the command, to which the warning adds what needs no cores.
-        others: how many cores other programs need besides.
+    Other programs need so many cores besides. The warning adds to the command what needs no cores.
     """
     from pipelab.labs.running import has_gpu
 
@@ -119,11 +116,8 @@ def too_few_cores(ranks: int, command: str, others: int = 0) -> str:
 def why_slow(ranks: int, core_share: float, command: str, slower: bool = False) -> str:
     """Say in one line why ranks on this processor held each other up, and what to do; empty if they did not.
 
-    Args:
-        ranks: how many there are.
-        core_share: for which fraction of their working time they had a core.
-        command: the command, to which the line adds what needs no cores.
-        slower: whether a pipelined step took longer than plain training's: then there is a reason in any case.
+    `core_share` is for which fraction of their working time they had a core. If a pipelined step was `slower` than
+    plain training's, there is a reason in any case.
     """
     if core_share >= _CROWDED and not slower:
         return ""
@@ -214,11 +208,6 @@ def table_of(cells: Mapping[tuple[str, int], Cell], refusals: Sequence[str]) -> 
 
 def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
     """Call `make` for every schedule and number of micro-batches, and collect the refusals.
-
-    Args:
-        names: the schedules.
-        counts: the numbers of micro-batches.
-        make: returns the result for a schedule and a number.
 
     Raises:
         ScheduleError: if a schedule has faults.

@@ -43,11 +43,7 @@ GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
 def require_writable(paths: Sequence[Path] | None, kind: tuple[str, Sequence[str]]) -> None:
-    """Refuse files that cannot be written.
-
-    Args:
-        paths: the files, if any.
-        kind: the name of the result, and its possible suffixes.
+    """Refuse files that cannot be written; `kind` is the name of the result, and its possible suffixes.
 
     Raises:
         FormatError: if a file has another suffix.

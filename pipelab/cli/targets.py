@@ -409,14 +409,7 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
 
 
 def _not_there(path: str, name: str, own: Sequence[str], bound: Collection[str]) -> UsageError:
-    """Return the error of a file without the schedule that was asked for.
-
-    Args:
-        path: the file.
-        name: the name that was asked for, if any.
-        own: the schedules in the file.
-        bound: all names in the file.
-    """
+    """Return the error of a file without the schedule that was asked for; `bound` has all names in the file."""
     if name and name in bound:
         return UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,8 @@ class Pipeline:
             parameters, such as `partial(torch.optim.SGD, lr=0.1)`. An update applies the gradients of its micro-batches
             and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Without it,
             updates change nothing, and a step adds up gradients as any other.
+        all_reduce_runs: with `engine="torch"`: `"in-row"`, a rank waits at each `R` for the sum of the gradients; or
+            `"beside"`, it goes on, and waits for all sums at the step's end.
 
     Example:
         >>> import pipelab, torch
@@ -127,6 +129,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
         optimizer: MakeOptimizer | None = None,
+        all_reduce_runs: Literal["in-row", "beside"] = "in-row",
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         if engine not in ENGINES:
@@ -146,6 +149,7 @@ class Pipeline:
         self.plan = as_plan(schedule).reducing(beside=False)
         require_legal(self.plan)
         _require_words(self.plan, engine, sequence_dim)
+        self.plan = self.plan.reducing(beside=_beside(all_reduce_runs, engine))
         require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
@@ -510,3 +514,10 @@ def _require_words(plan: Plan, engine: str, sequence_dim: int | None) -> None:
         raise EngineError(
             f"{plan.name} has {', '.join(lacking)}, which PyTorch's runtime lacks\n  try: engine='threads'"
         )
+
+
+def _beside(all_reduce_runs: str, engine: str) -> bool:
+    """Return whether all-reduces run beside computing."""
+    if all_reduce_runs not in ("in-row", *["beside"] * (engine == "torch")):
+        raise UsageError(f"all_reduce_runs={all_reduce_runs!r}: expected 'in-row', or, with engine='torch', 'beside'")
+    return all_reduce_runs == "beside"

@@ -220,6 +220,7 @@ class TorchEngine(Engine):
             if self._buffers is not None:
                 self._buffers.begin()
             self._runtime([(each,) for each in step.inputs])
+            step.look(wait=True)
             for stage in self._stages:
                 stage.presence.finish()
                 stage.refuse_overwritten()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,17 +41,35 @@ class Reducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def meet(self) -> None:
+    def meet(self, async_op: bool = False) -> Any:
         """Wait for the other replicas, and exchange which parameters have a gradient on any of them."""
         here = [float(parameter.grad is not None) for parameter in self._parameters]
         self._known = torch.tensor(here, device=self._transport_device)
-        dist.all_reduce(self._known, group=self._group)
+        return dist.all_reduce(self._known, group=self._group, async_op=async_op)
 
     def reduce(self) -> None:
         """Sum the gradients over the replicas."""
-        summed = [
-            parameter for parameter, replicas in zip(self._parameters, self._known.tolist(), strict=True) if replicas
-        ]
+        known = zip(self._parameters, self._known.tolist(), strict=True)
+        for sums in self._sums([parameter for parameter, replicas in known if replicas]):
+            _take(*sums)
+
+    def start(self) -> list[dist.Work]:
+        """Begin to sum the gradients over the replicas, without waiting for them; `finish` waits."""
+        known = self.meet(async_op=True)
+        self._begun = list(self._sums(self._parameters, async_op=True))
+        return [known, *(work for work, *_ in self._begun)]
+
+    def finish(self, works: list[dist.Work]) -> None:
+        """Wait for the sums; a parameter that has no gradient on any replica has none."""
+        for work in works:
+            work.wait()
+        for sums in self._begun:
+            _take(*sums)
+        for parameter, replicas in zip(self._parameters, self._known.tolist(), strict=True):
+            parameter.grad = parameter.grad if replicas else None
+
+    def _sums(self, summed: list[nn.Parameter], async_op: bool = False) -> Iterator[_Sum]:
+        """Sum some parameters' gradients, type by type."""
         # In the parameters' order, which is every process's; a set's differs between processes.
         for dtype in dict.fromkeys(parameter.dtype for parameter in summed):
             some = [parameter for parameter in summed if parameter.dtype == dtype]
@@ -61,10 +80,7 @@ class Reducer:
                     parameter.grad = parameter.grad.to_dense()
             gradients = [parameter.grad for parameter in some if parameter.grad is not None]
             flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self._transport_device)
-            dist.all_reduce(flat, group=self._group)
-            pieces = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            yield dist.all_reduce(flat, group=self._group, async_op=async_op), flat, gradients
 
     def end(self) -> None:
         """Add the earlier gradients."""
@@ -76,6 +92,17 @@ class Reducer:
                     before.add_(parameter.grad)
                 parameter.grad = before
         self._earlier = []
+
+
+_Sum = tuple[Any, torch.Tensor, list[torch.Tensor]]
+"""The operation that sums gradients, the gradients one behind the other, and where their sums go."""
+
+
+def _take(_: Any, flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Take the sums into the gradients."""
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view_as(gradient))
 
 
 class ReplicatedBuffers:

@@ -185,11 +185,11 @@ def lowered(
     held = {stage.stage_index: stage for stage in stages}
     waits = hasattr(kinds, "WAIT_SEND_F")  # from torch 2.15 on
     low = lowering(replace(plan.bound, pairs=set()), "pytorch", runtime=Runtime(waits, [ACTIVE_STAGES] * plan.ranks))
-    order = []
+    order, words = [], ("run", "SEND", "RECV", "WAIT_SEND", *(("UNSHARD", "RESHARD", "R") if plan.bound.moves else ()))
     for step in low.rows[rank]:
-        if step[0] not in ("run", "SEND", "RECV", "WAIT_SEND", *(("UNSHARD", "RESHARD") if plan.bound.moves else ())):
+        if step[0] not in words:
             continue  # a word that PyTorch inserts for sharded models, which gather themselves here
-        word = found.action.from_str(low.word(step))
+        word = found.action.from_str(low.word(("REDUCE_GRAD", step[1]) if step[0] == "R" else step))
         stage, microbatch = word.stage_index, word.microbatch_index
         if microbatch is None:
             number = next(first + stage for route, first in routes.items() if route[stage] == rank)

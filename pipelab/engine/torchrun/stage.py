@@ -45,6 +45,7 @@ class ProcessStep(StepState):
         waited: per action, nanoseconds spent waiting for a value from another rank.
         waiting: whether the next action waits for a value from another rank.
         peer: the rank of the last send or receive since the last action.
+        reducing: the all-reduces beside computing of this step, with their times.
     """
 
     counts: Sequence[int] = ()
@@ -52,6 +53,7 @@ class ProcessStep(StepState):
     waited: list[int] = field(default_factory=list)
     waiting: bool = False
     peer: int | None = None
+    reducing: list[tuple[Reducer, list[dist.Work], list[Any]]] = field(default_factory=list)
 
     @property
     def mine(self) -> RankState:
@@ -79,6 +81,14 @@ class ProcessStep(StepState):
         for work in rest:
             work.wait()
         self.waiting = False
+
+    def look(self, *, wait: bool = False) -> None:
+        """Note which all-reduces beside computing are over; or wait for all of them."""
+        for reducer, works, times in self.reducing:
+            if wait:
+                reducer.finish(works)
+            if times[0] is times[1] and all(work.is_completed() for work in works):
+                times[1] = self.mine.stream.mark()
 
     def peer_of(self, plan: Plan) -> int | None:
         """Return the rank that this process receives from, or else sends to, now; `None` after the last action."""
@@ -113,6 +123,7 @@ class ProcessStage:
         self._sharded: list[Any] = fsdp_modules(runner.module)
         self._planned = any(move.action == UNSHARD(runner.index) for move in plan.bound.moves)
         self._gathering: list[Any] = []
+        self._beside = plan.bound.beside
         self.presence = GradientPresence(connections.everyone)
 
     def begin(self, step: ProcessStep) -> None:
@@ -233,6 +244,12 @@ class ProcessStage:
         """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""
         if self.step.loss is None:
             return
+        if self._beside:
+            times = [self.step.mine.stream.mark()] * 2
+            self.step.mine.moves.append(times)
+            if self._reducer is not None:
+                self.step.reducing.append((self._reducer, self._reducer.start(), times))
+            return
         if self._reducer is not None:
             self._reducer.meet()
         self._run(R(self.runner.index), self._all_reduce, None)
@@ -318,6 +335,8 @@ class ProcessStage:
         except Exception as error:
             place = (self.group_rank, runner.index, microbatch, step.mine.stream.runs_on)
             raise HaltError(stage_error(error, str(action), *place)) from error
+        finally:
+            step.look()
 
     def _require_meta(self, made: Any, microbatch: int) -> None:
         meta: ValueMeta = self.step.meta(self.runner.index, microbatch)

@@ -223,6 +223,7 @@ def process_info() -> dict[str, Any]:
 def describe_plan(plan: Plan) -> list[str]:
     """Return the sizes and actions of a plan, which must be the same on every process."""
     sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
+    sizes += ", all-reduces beside" * plan.bound.beside
     rows = enumerate(plan.rows)
     return [sizes, *(f"{each} at position {at} of row {rank}" for rank, row in rows for at, each in enumerate(row))]
 

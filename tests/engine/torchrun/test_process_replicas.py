@@ -5,6 +5,8 @@ from __future__ import annotations
 import processes
 import pytest
 
+from pipelab import Trace
+
 pytestmark = pytest.mark.dist
 
 
@@ -73,3 +75,20 @@ def test_emulated_all_reduces_take_their_time_on_every_process(hybrids):
 def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused(said):
     for fact in said:
         assert fact["hooked"].startswith("stage 0 is on ranks 0, 1, and its 0.bias has a post-accumulate-grad hook")
+
+
+def test_all_reduces_beside_computing_give_the_same_bits_and_are_moves_of_the_trace():
+    ended = processes.run_in(2, "reduces_beside.py")
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    first, second = (each.facts[0] for each in ended)
+    assert first["beside"]["gradients"] == second["beside"]["gradients"]
+    for fact in (first, second):
+        row, beside = (Trace.from_dict(fact[runs].pop("trace")) for runs in ("in-row", "beside"))
+        assert fact["beside"] == fact["in-row"]
+        assert fact["verified"] < 1e-6
+        assert [each is None for each in fact["beside"]["gradients"]].count(True) == 3  # what no replica uses
+        assert {each.action.kind for each in row.events} - {each.action.kind for each in beside.events} == {"R"}
+        assert [(each.rank, str(each.action)) for each in beside.moves] == [(0, "1R"), (0, "0R"), (1, "1R"), (1, "0R")]
+        for each in beside.moves:
+            last = max(e.end for e in beside.events_of(each.rank) if e.action.stage == each.action.stage)
+            assert last <= each.start < each.end

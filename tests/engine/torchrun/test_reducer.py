@@ -37,7 +37,7 @@ def test_gradients_of_several_types_are_summed_in_the_parameters_order(turn, mon
     seen = []
     summing = dist.all_reduce
 
-    def watched(tensor, group):
+    def watched(tensor, group, **_):
         seen.append(tensor.dtype)
         if tensor.dtype != torch.complex64:
             summing(tensor, group=group)
@@ -76,7 +76,7 @@ def test_a_parameter_that_learns_from_a_later_step_on_is_summed_from_then_on(mon
     sizes = []
     summing = dist.all_reduce
 
-    def watched(tensor, group):
+    def watched(tensor, group, **_):
         sizes.append(tensor.numel())
         summing(tensor, group=group)
 
@@ -100,7 +100,7 @@ def test_parameters_that_took_the_place_of_others_are_summed(monkeypatch):
     sizes = []
     summing = dist.all_reduce
 
-    def watched(tensor, group):
+    def watched(tensor, group, **_):
         sizes.append(tensor.numel())
         summing(tensor, group=group)
 

@@ -172,7 +172,9 @@ pipelab.compare(again, one, names=["1F1B, inside the backward", "1F1B, an action
 # 41 and 39 units. Where a rank waits for a gradient, its `C` is free. GPipe's last rank never waits between its first
 # backward and its last, so it pays 8 units. In 1F1B the last rank pays nothing. The others pay once they have no time
 # left between a backward and the next forward. In both, each rank holds the activations of one micro-batch, and
-# besides only inputs. GPipe's paper has its recomputation so (Huang et al. 2019, section 2.3).
+# besides only inputs. GPipe's paper recomputes too (Huang et al. 2019, section 2.3), but its backwards begin with the
+# last micro-batch (figure 2c). In that order, the last rank runs its last forward right before that one's backward, and
+# GPipe takes 40 units.
 #
 # Rank 0 of 1F1B still waits 5 units before its first backward. If it may hold two activations for a while, it can run
 # two forwards again there: Liu et al. (2025, "Mario", PPoPP '25) fill bubbles so. `ahead` says how many more

@@ -16,8 +16,10 @@ class GPipe(SingleStage):
         rank 2 |       F0 F1 F2 B0 B1 B2
 
     It takes as long as 1F1B, but every rank holds the activations of all micro-batches, which is what 1F1B improves on.
-    The paper runs backwards in reverse, in the same time and memory, and recomputes activations to keep less (section
-    2.3), as `with_recompute` does. The order is the one that PyTorch's `ScheduleGPipe` executes.
+    The order is the one that PyTorch's `ScheduleGPipe` executes. The paper (figure 2c) and torchgpipe run backwards in
+    reverse, from the last micro-batch on, in the same time and memory. The paper also recomputes activations to keep
+    less (section 2.3), as `with_recompute` does. Reversed, that takes one `C` less: the last rank runs its last forward
+    right before that one's backward.
 
     Example:
         >>> import pipelab

@@ -148,13 +148,14 @@ def _try(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does: run one micro-batch through one stage, in one direction.
+    """One thing that a rank does, such as to run one micro-batch through one stage, in one direction.
 
-    Make actions with `F`, `B`, `I`, `W` and `R`; `Action.parse` reads the notation back.
+    Make actions with the function of their kind, such as `F(0)`; `Action.parse` reads the notation back.
 
     Attributes:
-        kind: `"F"`, `"B"`, `"I"`, `"W"` or `"R"`.
-        microbatch: the micro-batch, from 0; `None` for `R`, which concerns all of them.
+        kind: `"F"`, `"B"`, `"I"`, `"W"`, `"C"`, `"U"`, `"S"`, `"T"`, `"V"`, `"R"`, `"UNSHARD"`, `"RESHARD"`,
+            `"OFFLOAD"` or `"LOAD"`.
+        microbatch: the micro-batch, from 0; `None` for `R`, `UNSHARD` and `RESHARD`, which concern all of them.
         stage: the stage, from 0; `None` until the schedule binds it to the rank's only stage.
 
     Example:
@@ -261,9 +262,9 @@ class Pair:
 
 
 Item = Action | Pair
+"""What a row of a plan holds."""
 FINITE = "0 or between 1e-30 and 1e+30"
 """How large a time or a size may be: so sums, products and ratios of them are finite too."""
-"""What a row of a plan holds."""
 
 
 # Schedules name the same few actions over and over: each is made once and shared, which a frozen value allows.

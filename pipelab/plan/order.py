@@ -103,9 +103,8 @@ def at_start(bound: BoundPlan, given: Collection[int]) -> bytearray:
     """Return, by value, whether it is there before any rank has moved."""
     there = bytearray(bound.codes.always + 1)
     there[bound.codes.always] = 1
-    for name in ASIDE.intersection(
-        bound.codes.values
-    ):  # only the giver's own rank needs them, whose order `check` has looked at
+    # Only the giver's own rank needs these, whose order `check` has looked at.
+    for name in ASIDE.intersection(bound.codes.values):
         numbers = bound.codes.of_value(name)
         there[numbers.start : numbers.stop] = b"\1" * len(numbers)
     for value in given:

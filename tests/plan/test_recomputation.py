@@ -238,6 +238,12 @@ def test_running_ahead_delays_nothing_and_holds_no_more_than_allowed(kind, ranks
             assert all(peak <= least + ahead for peak, least in peaks)
 
 
+def test_gpipe_with_its_backwards_reversed_as_in_its_paper_runs_one_forward_less_again():
+    rows = [[*row[:8], *reversed(row[8:])] for row in pipelab.GPipe(4, 8).plan().rows]
+    trace = pipelab.simulate(with_recompute(Plan(rows)))
+    assert trace.makespan == pipelab.simulate(with_recompute(pipelab.GPipe(4, 8))).makespan - 1 == 40
+
+
 def test_running_ahead_makes_1f1b_as_quick_as_any_order():
     inside = pipelab.simulate(pipelab.OneFOneB(4, 8), Cost(backward=3))
     right_before = pipelab.simulate(with_recompute(pipelab.OneFOneB(4, 8)))

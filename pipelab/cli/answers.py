@@ -149,9 +149,9 @@ def megatron(
     target: Target,
     sizes: Sizes,
     time: Annotated[list[str], typer.Option(help="of a layer E, t, m or L: t=1, with its backward t=(1, 2.5); repeat")],
-    decoders: Annotated[int, typer.Option(min=1, help="how many decoder layers, t")] = 1,
+    decoders: Annotated[int | None, typer.Option(min=1, help="how many decoder layers, t")] = None,
     mtp: Annotated[int, typer.Option(min=0, help="how many layers for multi-token prediction, m")] = 0,
-    layout: Annotated[str | None, typer.Option(help="a layout to beat, with its layers")] = None,
+    layout: Annotated[str | None, typer.Option(help="instead: a layout to beat, with its layers")] = None,
     save: SaveTable = None,
 ) -> None:
     """Find the best layers of Megatron-Core's stages.
@@ -161,11 +161,13 @@ def megatron(
     For example: pipelab megatron interleaved-1f1b -r 4 --decoders 18 --time E=0.2 --time t=1 --time L=0.9
     """
     require_writable(save, TABLE)
-    schedule, times = untimed(sizes.find(target)), settings(time, "--time")
+    schedule, times = untimed(sizes.find(target)), settings(time, "--time", "t=1")
+    if (layout is None) == (decoders is None) or (layout and mtp):
+        raise UsageError("give the layers, as --decoders 18 --mtp 1, or a layout that has them, as --layout 'Ett|ttL'")
     if layout is not None:
         decoders, mtp = ("".join(read_layout(layout)).count(letter) for letter in "tm")
     rows = []
-    for each in filter(None, (layout, best_layout(schedule, decoders, times, mtp=mtp))):
+    for each in filter(None, (layout, best_layout(schedule, decoders or 0, times, mtp=mtp))):
         trace = simulate_layout(schedule, each, times)
         rows.append(
             {"layout": each, "makespan": trace.makespan, "bubble": trace.bubble, "bound": pipelab.lower_bound(trace)}

@@ -235,7 +235,7 @@ def file_of(target: str) -> Path | None:
     return existing(named[0]) if named else None
 
 
-def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
+def settings(texts: Iterable[str], option: str = "--set", such: str = "stages_per_rank=2") -> dict[str, Any]:
     """Return `name=value` texts as keyword arguments; values are Python literals, or text.
 
     Example:
@@ -249,7 +249,7 @@ def settings(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"{option} {text}: expected name=value, such as {option} stages_per_rank=2")
+            raise UsageError(f"{option} {text}: expected name=value, such as {option} {such}")
         found[name] = _value(value)
     return found
 

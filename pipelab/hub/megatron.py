@@ -13,6 +13,7 @@ from itertools import groupby
 
 from pipelab.checking.checker import ScheduleLike, as_plan
 from pipelab.errors import FormatError, UsageError
+from pipelab.plan.actions import finite
 from pipelab.plan.order import network_of
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -25,7 +26,6 @@ Times = Mapping[str, float | tuple[float, float]]
 _Place = tuple[tuple[int, ...], int]  # how many decoder layers each stage has, and which stage has all m
 _VALID = re.compile(r"E[t|]*m*\|*L")
 _REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d+)")
-_SHARES = {"F": (1.0, 0.0), "B": (0.0, 1.0), "I": (0.0, 0.5), "W": (0.0, 0.5)}
 
 
 def read_layout(text: str) -> list[str]:
@@ -68,8 +68,12 @@ def layout_cost(stages: Sequence[str], times: Times, cost: Cost | None = None) -
         ((2.5, 2, 2), (5.0, 4, 3.5))
 
     Raises:
-        UsageError: if a layer has no time.
+        UsageError: if a layer has no time, or a time is none.
     """
+    for name, time in times.items():
+        numbers = time if isinstance(time, tuple) else (time, time)
+        if name not in set("EtmL") or len(numbers) != 2 or None in map(finite, numbers):
+            raise UsageError(f"time {name}={time!r}: expected E, t, m or L, and numbers, such as t=1 or t=(1, 2.5)")
     if lacking := sorted(set("".join(stages)) - set(times)):
         raise UsageError(f"no time is given for {', '.join(lacking)}\n  try: --time {lacking[0]}=1")
     both = {name: time if isinstance(time, tuple) else (time, 2 * time) for name, time in times.items()}
@@ -111,7 +115,7 @@ def best_layout(
         decoders: how many decoder layers there are.
         times: how long each kind of layer takes.
         mtp: how many layers for multi-token prediction there are.
-        cost: what transfers take.
+        cost: what transfers take, and actions that are not a layer's.
 
     Example:
         >>> import pipelab
@@ -119,20 +123,23 @@ def best_layout(
         'Ett|tt|tt|(t*3|)*4mL'
 
     Raises:
-        UsageError: if stages are elsewhere, or a layer has no time.
+        UsageError: if stages are elsewhere, or a layer has no time; if the cost has a `pair`, a busy sender or a
+            slow-down, which the search does not count.
     """
     import numpy
 
-    plan = as_plan(schedule)
+    cost = cost or Cost()
+    if cost.pair is not None or cost.sender == "busy" or cost.slowdown > 1:
+        raise UsageError("a search for layouts has no pairs in one slot, busy senders or slow-downs: leave them out")
+    plan = as_plan(schedule).reducing(beside=cost.all_reduce_runs == "beside")
     codes, (jobs, network) = plan.bound.codes, network_of(plan.bound, ())
-    lags, latest = codes.by_need((cost or Cost()).lengths(plan)[1]), numpy.maximum.reduce
-    actions = [codes.action(slot[0]) for _, slot in jobs]
+    lasts, delay = cost.lengths(plan)
+    moves, lags, latest = lasts[len(codes.kind) :], codes.by_need(delay), numpy.maximum.reduce
 
     def ranked(places: Sequence[_Place]) -> list[tuple[float, _Place]]:
-        costs = [layout_cost(_letters(*place, mtp), times) for place in places]
-        work = numpy.array([[each.forward, each.backward] for each in costs])
-        lasts = {kind: numpy.tensordot(work, share, (1, 0)).T for kind, share in _SHARES.items()}
-        spent = [lasts[action.kind][action.stage] for action in actions]
+        costs = (layout_cost(_letters(*place, mtp), times, cost) for place in places)
+        lasts = numpy.array([codes.by_code(each.times(plan)) + moves for each in costs]).T
+        spent = [lasts[slot[0]] for _, slot in jobs]
         starts = network.starts(spent, lags, latest)
         return sorted(zip(latest([*map(numpy.add, starts, spent)]).tolist(), places, strict=True))
 

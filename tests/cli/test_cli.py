@@ -299,6 +299,22 @@ def test_megatron_prints_what_the_page_shows(pipelab_command):
     assert [line.split() for line in output.split("\n") if line] == [line.split() for line in table.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--time", "t=1"], "give the layers"),
+        (["--layout", "Et|tL", "--decoders", "3", "--time", "t=1"], "give the layers"),
+        (["--layout", "Et|tL", "--mtp", "1", "--time", "t=1"], "give the layers"),
+        (["--decoders", "3", "--time", "t"], "such as --time t=1"),
+        (["--decoders", "3", "--time", "L=abc"], "time L='abc'"),
+    ],
+)
+def test_megatron_refuses_layers_or_times_that_are_missing_or_double(pipelab_command, words, told):
+    code, _, error = pipelab_command("megatron", "1f1b", "-r", "2", "-m", "4", *words)
+    assert code == 1
+    assert told in error
+
+
 def test_frontier_prints_blocks_beside_schedules_and_writes_the_picture(pipelab_command, tmp_path):
     code, output, _ = pipelab_command("frontier", "-r", "2", "-m", "4", "-o", str(tmp_path / "curve.svg"))
     assert code == 0

@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 
 import pipelab
+from pipelab.checking.checker import as_plan
 from pipelab.errors import FormatError, UsageError
 from pipelab.hub.megatron import best_layout, layout_cost, read_layout, simulate_layout, write_layout
 
@@ -77,21 +78,31 @@ def every_layout(stages: int, ranks: int, decoders: int, mtp: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "decoders", "mtp", "latency"),
+    ("schedule", "decoders", "mtp", "cost"),
     [
-        (pipelab.OneFOneB(4, 6), 9, 0, 0),
-        (pipelab.OneFOneB(3, 4), 8, 2, 0.3),
-        (pipelab.ZBH1(3, 5), 7, 1, 0),
-        (pipelab.Interleaved1F1B(2, 4), 7, 1, 0.1),
+        (pipelab.OneFOneB(4, 6), 9, 0, {}),
+        (pipelab.OneFOneB(3, 4), 8, 2, {"latency": 0.3}),
+        (pipelab.ZBH1(3, 5), 7, 1, {}),
+        (pipelab.ZBH1(3, 4), 6, 0, {"first_stage": "as-run"}),
+        (pipelab.Interleaved1F1B(2, 4), 7, 1, {"latency": 0.1}),
+        (pipelab.with_recompute(pipelab.OneFOneB(3, 4)), 7, 0, {"recompute": [3, 1, 1]}),
+        (pipelab.VocabularyParallel(3, 4), 7, 0, {"vocabulary": 3, "vocabulary_grad": [0, 0, 5]}),
+        (pipelab.with_gathers(pipelab.OneFOneB(3, 4)), 7, 0, {"gather": [9, 1, 1]}),
+        (
+            pipelab.Plan.parse("0F0 0F1 0B0 0B1 0R; 1F0 1B0 1F1 1B1 1R"),
+            7,
+            0,
+            {"all_reduce": [8, 1], "all_reduce_runs": "beside"},
+        ),
     ],
 )
-def test_no_string_is_quicker_than_the_best_one(schedule, decoders, mtp, latency):
-    cost, plan = pipelab.Cost(latency=latency), schedule.plan()
+def test_no_string_is_quicker_than_the_best_one(schedule, decoders, mtp, cost):
+    cost, plan = pipelab.Cost(**cost), as_plan(schedule)
     every = every_layout(plan.stages, plan.ranks, decoders, mtp)
     spans = [pipelab.simulate(plan, layout_cost(text.split("|"), TIMES, cost)).makespan for text in every]
     best = simulate_layout(plan, best_layout(plan, decoders, TIMES, mtp=mtp, cost=cost), TIMES, cost)
     assert best.makespan == pytest.approx(min(spans))
-    assert min(spans) < 0.65 * max(spans)
+    assert min(spans) < 0.8 * max(spans)
     assert pipelab.lower_bound(best) <= best.makespan * (1 + 1e-9)
 
 
@@ -111,3 +122,12 @@ def test_what_does_not_fit_the_schedule_is_refused():
         best_layout(pipelab.ZBV(2, 4), 6, TIMES)
     with pytest.raises(UsageError, match="no time is given for L"):
         best_layout(pipelab.OneFOneB(2, 4), 6, {"E": 0, "t": 1})
+    for cost in ({"pair": 2.5}, {"sender": "busy"}, {"slowdown": 2}):
+        with pytest.raises(UsageError, match="search for layouts has no"):
+            best_layout(pipelab.Overlapped1F1B(4, 8), 24, TIMES, cost=pipelab.Cost(**cost))
+
+
+@pytest.mark.parametrize(("name", "time"), [("L", "abc"), ("L", None), ("L", (1, 2, 3)), ("t", (1, "x")), ("x", 3)])
+def test_a_time_that_is_none_is_refused(name, time):
+    with pytest.raises(UsageError, match=rf"time {name}=.*expected E, t, m or L"):
+        layout_cost(["Et", "tL"], TIMES | {name: time})

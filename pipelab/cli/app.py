@@ -215,6 +215,8 @@ def export_chakra(
     """Write a Chakra execution trace for each rank, for simulators of clusters such as ASTRA-sim.
 
     Sizes of transfers, in bytes: --cost activation_bytes=1e6 --cost boundary_gradient_bytes=1e6
+
+    The files have whole microseconds: with --unit s, ms, us or ns the times are read so, otherwise as milliseconds.
     """
     for path in chakra.export(sizes.find(target), folder, times.cost()):
         wrote(path)

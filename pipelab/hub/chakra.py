@@ -46,7 +46,8 @@ def export(plan: Plan | ScheduleLike | Trace, folder: str | os.PathLike[str], co
         ['rank.0.et', 'rank.1.et']
 
     Raises:
-        UsageError: if the plan has all-reduces, passes of all ranks, or moves, whose bytes no cost says.
+        UsageError: if the plan has all-reduces, passes of all ranks, or moves, whose bytes no cost says; if an action
+            takes less than half a microsecond.
         ScheduleError: if the plan has faults.
     """
     trace = plan if isinstance(plan, Trace) else simulate(plan, cost)
@@ -59,6 +60,12 @@ def export(plan: Plan | ScheduleLike | Trace, folder: str | os.PathLike[str], co
             f"{trace.plan.name} has {strange[0]}, and pipelab does not know how many bytes it moves\n"
             f"  try: a plan without {strange[0].kind}"
         )
+    short = min((each for each in trace.events if each.duration), key=lambda each: each.duration, default=None)
+    if short and not round(short.duration * MICROSECONDS.get(trace.unit, 1e3)):
+        raise UsageError(
+            f"{short.action} takes {short.duration:g} {trace.unit or 'ms'}, and the files have whole microseconds\n"
+            "  try: --unit us, if the numbers are microseconds, or longer times"
+        )
     low = lowered(bound, "at-use")
     weighed = replace(as_cost(cost), latency=0, links=None, bandwidth=1)
     sizes = bound.codes.by_value(*weighed.transfer_times(trace.plan))
@@ -68,20 +75,22 @@ def export(plan: Plan | ScheduleLike | Trace, folder: str | os.PathLike[str], co
 
 def _file(trace: Trace, low: Lowering, sizes: list[float], rank: int) -> bytes:
     """Return a rank's nodes, none of them before one that it needs."""
-    action, scale = trace.plan.bound.codes.action, MICROSECONDS.get(trace.unit, 1e3)
-    times = zip(trace.starts[rank], trace.ends[rank], strict=True)
+    bound = trace.plan.bound
+    action, scale = bound.codes.action, MICROSECONDS.get(trace.unit, 1e3)
+    times = dict(zip(bound.rows[rank], zip(trace.starts[rank], trace.ends[rank], strict=True), strict=True))
     messages = [_field(1, "0.0.4")]  # GlobalMetadata
     before: list[int] = []  # the node of the action before
     made: dict[int, list[int]] = {}  # by code, the node of the action
     received: dict[int, list[int]] = {}  # by code, the node of what it needs from another rank
     free = trace.start
-    for at, (word, number) in enumerate((word, number) for word, numbers in low.rows[rank] for number in numbers):
+    for at, (word, numbers, number) in enumerate((*step, number) for step in low.rows[rank] for number in step[1]):
         about = {"is_cpu_op": (27, 0)}  # by name, the field of its type and its value
         last = b""
         if word == "run":
-            start, end = next(times)  # the halves of a pair in one slot share its time
+            start, end = times[number]  # the halves of a pair in one slot share its time: the first one waits for both
             last, free = _field(7, round((max(end, free) - max(start, free)) * scale)), max(end, free)
-            name, needs = str(action(number)), [*before, *received.get(number, ())]
+            slot = [each for each in numbers if times[each] == times[number]]
+            name, needs = str(action(number)), [*before, *(one for each in slot for one in received.pop(each, ()))]
             before = made[number] = [at]
         else:
             crossing = low.crossings[number]

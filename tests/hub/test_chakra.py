@@ -144,6 +144,22 @@ def test_what_has_no_size_is_refused_before_a_file_is_written(plan, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_first_half_of_a_pair_in_one_slot_waits_for_what_both_halves_receive(tmp_path):
+    plan = Plan.parse("0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1F0 1B0 1F1 1B1")
+    nodes = read(chakra.export(plan, tmp_path, Cost(pair=2.5, unit="us", per="stage"))[0])
+    first = next(node for node in nodes if node.name == "0F1")
+    assert {"0F0", "recv 1B0"} == {nodes[need].name for need in first.data_deps}
+    apart = read(chakra.export(plan, tmp_path, Cost(unit="us"))[0])
+    assert [apart[need].name for node in apart if node.name == "0F1" for need in node.data_deps] == ["0F0"]
+
+
+def test_an_action_that_rounds_to_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"0F0 takes 300 ns.*whole microseconds\n  try: --unit us"):
+        chakra.export(pipelab.GPipe(2, 4), tmp_path, Cost(forward=300, backward=700, unit="ns"))
+    assert not list(tmp_path.iterdir())
+    chakra.export(pipelab.ZBH1(2, 4), tmp_path, Cost(first_stage="as-run"))  # whose 0I0 takes no time at all
+
+
 def test_the_command_writes_a_file_for_each_rank(pipelab_command, folder):
     code, output, _ = pipelab_command(
         "export", "chakra", "1f1b", "-r", "2", "--cost", "activation_bytes=5e6", "-o", "et"

@@ -80,6 +80,7 @@ from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.trace.diff import in_unit_of
+from pipelab.trace.replay import not_replayed
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Result
@@ -255,7 +256,8 @@ def compare(
             say(uneven)
         if other:
             traces.append(theirs := in_unit_of(pipelab.Trace.load(other), traces[0]))
-            first = differences.first(pipelab.diff(traces[0], traces[1]))
+            refusal = not diff and (not_replayed(traces[0]) or not_replayed(theirs))
+            first = f"no first difference: {refusal}" if refusal else differences.first(pipelab.diff(traces[0], theirs))
             say(f"{first} ({other}: {theirs.note})" if theirs.note else first)
             targets.append(str(other))
         named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)

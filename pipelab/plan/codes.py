@@ -236,6 +236,10 @@ class Codes:
         number = self._more.get((code, value))
         return 2 * code + (value != self.first_need[code]) if number is None else number
 
+    def needers_by_travel(self) -> list[int]:
+        """Return the code of the action that needs the value, by the numbers of `travel`."""
+        return [*(code for code in range(len(self.first_need)) for _ in range(2)), *(code for code, _ in self._more)]
+
     def by_slot(self, numbers: Sequence[float]) -> list[float]:
         """Return one number per slot, from one per stage or one per slot."""
         return list(numbers) * (self._slots // len(numbers))

@@ -18,7 +18,7 @@ from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import shorten
 from pipelab.trace.events import MICROSECONDS, Transfer
-from pipelab.trace.replay import Order, Path, Times, listed, passed
+from pipelab.trace.replay import Order, Path, Times, listed, not_replayed, passed
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -204,13 +204,17 @@ def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Dif
 
     Raises:
         TypeError: if one of them is not a trace.
-        UsageError: if their actions or their units differ, or the number of names is not two.
+        UsageError: if their actions or their units differ, if all-reduces run beside computing in one of them, or the
+            number of names is not two.
     """
     for each in (before, after):
         if not isinstance(each, Trace):
             raise TypeError(f"diff takes two traces, got {shorten(each)}: simulate schedules and plans first")
     if refusal := why_not(before, after):
-        raise UsageError(f"no difference of these two traces: {refusal}; pipelab.compare shows them side by side")
+        raise UsageError(
+            f"these two traces cannot be compared action by action: {refusal}\n"
+            "  try: pipelab.compare, which shows them side by side"
+        )
     if names is None:
         names = [each.source if before.name == after.name else each.name for each in (before, after)]
         names = names if names[0] != names[1] else ["the first", "the second"]
@@ -224,6 +228,8 @@ def why_not(before: Trace, after: Trace) -> str:
     if before.unit != after.unit:
         units = " and ".join(shorten(each.unit) if each.unit else "no name" for each in (before, after))
         return f"they have different units of time ({units}); simulate with the times of the other, and its unit"
+    if refusal := not_replayed(before) or not_replayed(after):
+        return refusal
     mine, theirs = (listed(each) for each in (before, after))
     if (before.plan.stages, before.plan.microbatches) == (after.plan.stages, after.plan.microbatches):
         lacking = sorted(mine.keys() ^ theirs.keys())
@@ -272,8 +278,8 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
 class _Effects:
     """What each action adds to the makespan, by part."""
 
-    def __init__(self, number: Mapping[int, int], waiting: Collection[int]) -> None:
-        self.number, self.waiting = number, waiting
+    def __init__(self, number: Mapping[int, int], needers: Sequence[int], waiting: Collection[int]) -> None:
+        self.number, self.needers, self.waiting = number, needers, waiting
         self.by_part: dict[Part, list[float]] = {part: [0.0] * len(number) for part in PARTS}
 
     def add_order(self, path: Path, times: Times, weight: float) -> None:
@@ -282,7 +288,7 @@ class _Effects:
         for action in path.actions:
             order[action] += weight * (times.durations[action] + times.lates[action])
         for travel in path.travels:
-            order[self.number[travel // 2]] += weight * times.lags[travel]
+            order[self.number[self.needers[travel]]] += weight * times.lags[travel]
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
@@ -292,7 +298,7 @@ class _Effects:
             lates = moves if action in self.waiting else late_starts
             lates[action] += weight * (after.lates[action] - before.lates[action])
         for travel in path.travels:
-            transfers[self.number[travel // 2]] += weight * (after.lags[travel] - before.lags[travel])
+            transfers[self.number[self.needers[travel]]] += weight * (after.lags[travel] - before.lags[travel])
 
 
 def _changes(before: Trace, after: Trace) -> list[Change]:
@@ -305,7 +311,9 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
         old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
     awaited = before.plan.bound.awaited() | after.plan.bound.awaited()
-    effects = _Effects(number, {at for key, at in number.items() if key % len(after.plan.bound.codes.kind) in awaited})
+    codes = after.plan.bound.codes
+    waiting = {at for key, at in number.items() if key % len(codes.kind) in awaited}
+    effects = _Effects(number, codes.needers_by_travel(), waiting)
     if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
         orders.pop()
     for order in orders:
@@ -322,7 +330,7 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
         shift = (after.starts[rank][index] - after.start) - (start - before.start)
         change = after.ends[rank][index] - after.starts[rank][index] - (end - start)
         parts = {part: values[at] for part, values in effects.by_part.items() if values[at]}
-        action = after.plan.bound.codes.action(key % len(after.plan.bound.codes.kind))
+        action = codes.action(key % len(codes.kind))
         changes.append(Change(action, rank, moved_from, start - before.start, shift, end - start, change, parts))
     whole = max(before.makespan, after.makespan, 1e-300)
 

@@ -38,6 +38,12 @@ def listed(trace: Trace) -> dict[int, tuple[int, int]]:
     }
 
 
+def not_replayed(trace: Trace) -> str:
+    """Return why a trace cannot be replayed; empty if it can."""
+    beside = trace.plan.bound.beside
+    return f"{trace.name} has all-reduces beside computing, and pipelab replays only what is in a row" if beside else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """The times of a trace.
@@ -65,8 +71,8 @@ class Order:
 
     def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
         bound, codes, where = trace.plan.bound, trace.plan.bound.codes, listed(trace)
-        if bound.beside:
-            raise UsageError(f"{trace.name}: its all-reduces run beside computing, and only rows are replayed")
+        if refusal := not_replayed(trace):
+            raise UsageError(refusal)
         rows = enumerate(bound.rows if bound.pairs else ())
         shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
         jobs, self.network = network_of(bound, shared, moves=False)

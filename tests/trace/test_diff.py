@@ -192,6 +192,18 @@ def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
     assert pipelab.diff(before, after).parts == {"order": -2}
 
 
+def test_what_an_action_needs_beside_two_values_is_counted_for_it():
+    schedule = pipelab.VocabularyParallel(4, 4)
+    before, after = (pipelab.simulate(schedule, Cost(vocabulary=1, latency=each)) for each in (0.5, 1))
+    found = pipelab.diff(before, after)
+    assert found.parts == {"transfers": pytest.approx(after.makespan - before.makespan)}
+    assert found.by("kind")["S"] > 0 < found.by("kind")["B"]
+    codes = before.plan.bound.codes
+    needers = codes.needers_by_travel()
+    needs = [(code, value) for code in range(len(codes.first_need)) for value in codes.needs(code)]
+    assert [needers[codes.travel(*need)] for need in needs] == [code for code, _ in needs]
+
+
 def test_what_cannot_be_compared_is_refused_with_the_reason():
     one, other = pipelab.simulate(pipelab.OneFOneB(2, 2)), pipelab.simulate(pipelab.ZBH1(2, 2))
     with pytest.raises(pipelab.UsageError, match=r"other actions \(\d+ differ, such as \dB\d, only in the first\)"):
@@ -200,6 +212,13 @@ def test_what_cannot_be_compared_is_refused_with_the_reason():
         pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 3)))
     with pytest.raises(pipelab.UsageError, match="different units"):
         pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")))
+    beside, in_row = (
+        pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(all_reduce=1, all_reduce_runs=runs), replicas=2)
+        for runs in ("beside", "in-row")
+    )
+    for pair in [(beside, in_row), (in_row, beside), (beside, beside)]:
+        with pytest.raises(pipelab.UsageError, match="cannot be compared action by action: .* beside computing"):
+            pipelab.diff(*pair)
     with pytest.raises(TypeError, match="simulate schedules and plans first"):
         pipelab.diff(pipelab.OneFOneB(2, 2), one)
     with pytest.raises(pipelab.UsageError, match="1 names for 2 traces"):

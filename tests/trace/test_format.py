@@ -148,6 +148,16 @@ def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_comm
     assert "0F1 on rank 0: it starts at" in pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
 
 
+def test_all_reduces_beside_computing_are_shown_beside_another_simulators(pipelab_command, folder):
+    cost = Cost(all_reduce=3, all_reduce_runs="beside")
+    simulate(pipelab.replicate(pipelab.OneFOneB(2, 2), 2), cost).save("beside.json")
+    code, output, _ = pipelab_command("compare", "beside.json", "--with", "beside.json", "--save", "both.html")
+    assert code == 0
+    assert "beside computing" in output.splitlines()[0]
+    assert output.count("rank 3") == 2
+    assert pipelab_command("compare", "beside.json", "--with", "beside.json", "--diff")[0] == 1
+
+
 @pytest.mark.parametrize(("unit", "factor"), [("us", 1000), ("s", 0.001), ("ticks", 7), ("", 3)])
 def test_times_in_another_unit_are_converted_by_name_or_by_the_work(unit, factor):
     ours = simulate(pipelab.OneFOneB(2, 4), Cost(latency=1, unit="ms"), transport="rank")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
+from pipelab.plan.order import network_of
 from pipelab.trace.events import Event, Transfer
 
 if TYPE_CHECKING:
@@ -135,6 +137,7 @@ class Waits:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.ended = _ended(self.bound, trace.ends)
+        self.ended |= {at: move.end for at, move in enumerate(trace.moves, len(self.bound.codes.kind))}
         self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.recorded}
         self.slack = 1e-9 * trace.makespan
         self.awaited = self.bound.awaited() if trace.moves else {}
@@ -148,18 +151,15 @@ class Waits:
         return self.trace.moves[code - len(self.bound.codes.kind)]
 
     def before_move(self, code: int) -> int | None:
-        """Return what a move waited for longest: an action of its rank, or a move on its channel or of the same."""
-        computing, moves = len(self.bound.codes.kind), self.bound.moves
-        mine, ends = moves[code - computing], dict[int, float]()
-        if mine.before:
-            ends[self.bound.rows[mine.rank][mine.before - 1]] = self.trace.ends[mine.rank][mine.before - 1]
-        for each in reversed(range(computing, code)):
-            other = moves[each - computing]
-            if other.rank != mine.rank:
-                break
-            if other.what == mine.what or other.action.traits.channel == mine.action.traits.channel:
-                ends[each] = self.move(each).end
-        return max(ends, key=ends.__getitem__, default=None)
+        """Return what a move waited for longest, of what it follows in `network_of`."""
+        return max(self._follows[code], key=self.ended.__getitem__, default=None)
+
+    @cached_property
+    def _follows(self) -> dict[int, list[int]]:
+        """By code, what each job follows."""
+        jobs, network = network_of(self.bound, ())
+        codes = [code for _, (code,) in jobs]
+        return {code: [codes[job] for job, _ in links] for code, links in zip(codes, network.follows, strict=True)}
 
     def of(self, rank: int, index: int) -> Wait | None:
         """Return the value that arrived last, if it arrived after the rank was free."""

@@ -7,7 +7,8 @@ import random
 import pytest
 
 import pipelab
-from pipelab import Cost, Trace, check, compare, jitter, lower_bound, replicate, simulate
+from pipelab import B, Cost, F, Trace, check, compare, jitter, lower_bound, replicate, simulate
+from pipelab.draw import page
 from pipelab.plan.actions import Pair
 
 
@@ -107,6 +108,22 @@ def test_two_cases_by_hand():
     cost = Cost(**BESIDE)
     assert simulate(single, cost).makespan == 20 == simulate(single, Cost(all_reduce=5)).makespan
     assert simulate(single, cost).ledger[0] == {"dependency": 3, "all-reduce": 5}
+
+
+def test_the_critical_path_goes_without_a_gap_through_all_reduces_to_the_end():
+    trace = simulate(pipelab.OneFOneB(2, 2), Cost(**BESIDE | {"all_reduce": 10}), replicas=2)
+    assert [str(each.action) for each in trace.critical_path[-2:]] == ["0B1", "0R"]
+    uneven = pipelab.Plan([[F(0, 0), B(0, 0)], [F(1, 0), B(1, 0), F(2, 0), B(2, 0)]], stages=1, microbatches=3)
+    path = simulate(uneven, Cost(**BESIDE)).critical_path  # the R of rank 0 waits for rank 1
+    assert [str(each.action) for each in path] == ["0F1", "0B1", "0F2", "0B2", "0R"]
+    for seed in range(20):
+        plan, numbers = random_case(seed)
+        trace = simulate(plan, Cost(**numbers | {"latency": 0, "all_reduce_runs": "beside"}))
+        path = trace.critical_path
+        assert (path[0].start, path[-1].end) == (0, trace.makespan), seed
+        assert [one.end for one in path[:-1]] == [other.start for other in path[1:]], seed
+        reduces = sum(each.action.kind == "R" for each in path)
+        assert len(page.content(trace)["data"]["traces"][0]["critical"]) == len(path) - reduces
 
 
 def test_one_of_64_replicas_takes_as_long_as_all_of_two():

@@ -396,5 +396,6 @@ def _places(trace: Trace) -> list[tuple[int, int]]:
     """Return rank and index of every action on the critical path that is no move."""
     code = trace.plan.bound.codes.code
     where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
-    path = [event for event in trace.critical_path if not event.action.traits.channel]
+    moves = set(trace.moves)
+    path = [event for event in trace.critical_path if event not in moves]
     return [(event.rank, where[event.rank][code(event.action)]) for event in path]

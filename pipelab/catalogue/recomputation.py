@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from pipelab.checking.checker import as_plan, require_legal
-from pipelab.errors import require_size
+from pipelab.errors import UsageError, require_size
 from pipelab.plan.actions import Action, Item, Pair
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -55,11 +55,17 @@ def with_recompute(
 
     Raises:
         ScheduleError: if the plan has faults.
-        UsageError: if `ahead` is neither 0 nor a positive whole number.
+        UsageError: if `ahead` is neither 0 nor a positive whole number, or if the plan gathers weights and `ahead` is
+            not 0.
     """
     most = 0 if ahead == 0 else require_size("ahead", ahead)
     plan = as_plan(plan)
     require_legal(plan)
+    if most and any(move.action.kind == "UNSHARD" for move in plan.bound.moves):
+        raise UsageError(
+            f"ahead={ahead}: the plan gathers weights, and a C that moves ahead could come before its gather\n"
+            f"  try: with_gathers(with_recompute(schedule, ahead={ahead}))"
+        )
     wanted = range(plan.stages) if stages is None else stages
     rows = [list(_again(plan.bound.items(rank), wanted)) for rank in range(plan.ranks)]
     plan = Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, recomputed", plan.after)

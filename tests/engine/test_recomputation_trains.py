@@ -102,6 +102,47 @@ def test_outputs_with_integers_and_frozen_stages_pass_on_what_has_a_gradient():
     assert same(trained(model, with_recompute(plain)), trained(model, plain))
 
 
+class Halves(nn.Module):
+    """Writes into its input: a tensor, or an integer tensor beside one, which is no leaf with a gradient."""
+
+    def __init__(self, clones=False):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.clones = clones
+
+    def forward(self, given):
+        value, at = given if isinstance(given, tuple) else (given, torch.zeros(4, dtype=torch.int64))
+        written = at if isinstance(given, tuple) else value
+        (written.clone() if self.clones else written).add_(1)
+        return (self.inner(value), at)
+
+
+class Sum(nn.Module):
+    def forward(self, given):
+        return given[0] * given[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_writes_into_its_input_does_not_run_again(stage):
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    for clones in (False, True):
+        model = nn.Sequential(Halves(clones), Halves(clones), Sum())
+        with pipelab.Pipeline(model, with_recompute(pipelab.GPipe(3, 2), stages=[stage]), LOSS) as pipe:
+            if clones:
+                pipe.step(x, y)
+            else:
+                with pytest.raises(pipelab.StageError, match=r"wrote into its input.*runs again.*\n.*try: .*clone"):
+                    pipe.step(x, y)
+
+
+@pytest.mark.parametrize("inplace", [nn.ReLU, nn.Hardtanh])
+def test_a_stage_whose_layers_are_in_place_runs_again(inplace):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(inplace(inplace=True), nn.Linear(4, 4)) for _ in range(2)))
+    plain = pipelab.GPipe(2, 2).plan()
+    assert same(trained(model, with_recompute(plain)), trained(model, plain))
+
+
 def test_autocast_reaches_the_second_forward():
     model, plain = made(2), pipelab.GPipe(2, 2).plan()
     with torch.autocast("cpu", dtype=torch.bfloat16):

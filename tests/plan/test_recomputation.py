@@ -220,6 +220,15 @@ def test_ahead_is_a_whole_number(ahead):
         with_recompute(pipelab.GPipe(2, 2), ahead=ahead)
 
 
+def test_running_ahead_comes_before_gathers():
+    schedule = pipelab.Interleaved1F1B(4, 8)
+    gathers = pipelab.with_gathers(schedule, 1)
+    assert pipelab.check(with_recompute(gathers)) == []
+    with pytest.raises(pipelab.UsageError, match=r"gathers weights.*\n.*try: with_gathers\(with_recompute"):
+        with_recompute(gathers, ahead=1)
+    assert pipelab.check(pipelab.with_gathers(with_recompute(schedule, ahead=1), 1)) == []
+
+
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 8), (4, 8), (6, 9)])
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zbv", "dualpipe", "interleaved-1f1b"])
 def test_running_ahead_delays_nothing_and_holds_no_more_than_allowed(kind, ranks, microbatches):

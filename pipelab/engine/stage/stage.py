@@ -75,9 +75,16 @@ class Stage:
         end.
         """
         again = microbatch in self.recomputed
+        before = _versions(given) if again else []
         with torch.no_grad() if again else nullcontext():
             output = self._run(microbatch, given, kept)
         if again:
+            if _versions(given) != before:
+                raise EngineError(
+                    "the stage wrote into its input in a forward that runs again (C): C would begin from other numbers "
+                    "than F, and the gradients would be wrong\n  try: let the stage write into a clone of its input, "
+                    "or use a plan that does not run this stage again"
+                )
             learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
             output = map_tensors(lambda each: _asking(each) if learns else each, output)
             kept[microbatch] = (given,)
@@ -238,6 +245,11 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
                 )
             now[place] = (weakref.ref(tensor.untyped_storage()), version)
     returned.update(now)
+
+
+def _versions(given: Any) -> list[int]:
+    """Return how often each tensor has been written into."""
+    return [each._version for each in tensors_of(given) if not each.is_inference()]  # noqa: SLF001 - as above
 
 
 def _checksums(output: Any) -> list[int]:

@@ -357,10 +357,21 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory 
         hint = _how_to_hold_less(bound.codes, row[: index + 1], action, rank)
         if memory is not None:
             message = f"{action} would make rank {rank} hold {held[index]:,} bytes (cap {cap:,})"
-            if in_flight[index] == bool(action.traits.holds):  # it holds no other activation
+            codes, code = bound.codes, row[index]
+            own = codes.holds[code] if action.traits.forward else bool(action.traits.holds)
+            if in_flight[index] == own and _inputs_kept(codes, row[: index + 1], memory):
+                hint = f"begin with fewer forwards on rank {rank}, which keeps their inputs"
+            elif in_flight[index] == own:  # it holds no other activation, nor an input for one
                 hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
         faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
     return faults
+
+
+def _inputs_kept(codes: Codes, until: Sequence[int], memory: Memory) -> int:
+    """Return the bytes of the inputs that forwards before the last action keep for another action than that one."""
+    sizes = memory.of("inputs", codes.stages)
+    kept = sum(sizes[codes.stage[code]] for code in until[:-1] if codes.forward[code] and not codes.holds[code])
+    return kept - sum(sizes[codes.stage[code]] for code in until if codes.kind[code] == "C")
 
 
 def _over_versions(bound: BoundPlan, versions: int) -> list[Fault]:

@@ -58,7 +58,9 @@ class Memory:
             then among `weights`.
         optimizer: bytes of the optimizer's state, held all the time: twice the weights for Adam.
         activations: bytes that one micro-batch's forward keeps for its backward: what autograd saves, and the stage's
-            output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split.
+            output. Held from the start of `F` to the end of `B`, or of `I` if the backward is split. If the plan runs
+            the last stage again (`C`), they include its second output, where its backward needs that; the first is
+            among `outputs`.
         inputs: bytes of a stage's input for one micro-batch, which are among `activations`; 0 for the batch itself. If
             the plan runs a forward again (`C`), its `F` keeps only them, and `C` the rest.
         for_weight_grad: bytes that `I` leaves for `W` for one micro-batch, held from `I` to the end of `W`; as many as

@@ -37,16 +37,24 @@ Tensors = WeakValueDictionary[int, torch.Tensor]
 
 
 def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
-    """Return the bytes of every stage: run the first micro-batch, each stage on its own rank."""
+    """Return the bytes of every stage: run the first micro-batch, each stage on its own rank.
+
+    If the plan runs the last stage again (`C`), its backward may need the second output, beside the first, which the
+    step keeps. So that stage runs again here too.
+    """
     _require_threads(pipe)
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
     first_x, first_y = (split_batch(each, counts)[0] for each in (x, y))
-    plan = Plan.parse([f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)])
+    rows = [f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)]
+    bound, last = pipe.plan.bound, pipe.plan.stages - 1
+    if any(bound.codes.kind[code] == "C" and bound.codes.stage[code] == last for row in bound.rows for code in row):
+        rows[last] = f"{last}F0 {last}C0 {last}I0 {last}W0"
+    plan = Plan.parse(rows)
     devices, reduction = pipe.engine.stage_devices, pipe.reduction
     sent: dict[int, int] = {}
     with type(pipe)(pipe.stages.modules, plan, pipe.loss_fn, devices, reduction=reduction) as alone:
         curves = step_memory(alone, first_x, first_y, optimizer, sent).curves
-    _, forward, input_grad, weight_grad = zip(*curves, strict=True)
+    forward, input_grad, weight_grad = zip(*(curve[-3:] for curve in curves), strict=True)
     return Memory(
         weights=[held.weights for held in weight_grad],
         gradients=[held.gradients for held in weight_grad],

@@ -75,6 +75,21 @@ def test_between_f_and_c_a_rank_keeps_the_input_alone():
     assert held["1C0"] > held["1F1"] > 10 * held["1F0"]
 
 
+@pytest.mark.parametrize(("loss", "second"), [(nn.MSELoss(), 8 * 16 * 4), (nn.CrossEntropyLoss(), 0)], ids=str)
+def test_on_the_last_stage_the_second_output_counts_if_the_loss_needs_it(loss, second):
+    x, y, activations = torch.randn(32, 4), torch.rand(32, 16), []
+    for plan in (pipelab.GPipe(2, 4), with_recompute(pipelab.GPipe(2, 4))):
+        with pipelab.Pipeline(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16)), plan, loss) as pipe:
+            use, memory = pipe.memory_use(x, y), pipe.memory(x, y)
+        measured, predicted = (
+            [max(each.activations for each in curve) for curve in found.curves]
+            for found in (use, pipelab.memory_use(use.trace, memory))
+        )
+        assert measured == predicted
+        activations.append(memory.activations[1])
+    assert activations[1] - activations[0] == second
+
+
 def test_batch_norm_counts_each_micro_batch_once():
     model = made(2, partial(nn.BatchNorm1d, 4))
     plain = pipelab.GPipe(2, 3).plan()

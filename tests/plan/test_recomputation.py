@@ -136,6 +136,21 @@ def test_bytes_are_the_input_until_it_runs_again_and_the_activations_from_then_o
     assert len(pipelab.check(plan, memory_cap=1106, memory=memory)) == 1
 
 
+def test_the_hint_for_a_cap_in_bytes_counts_inputs_that_wait_to_run_again():
+    memory = Memory(weights=1000, gradients=1000, optimizer=2000, activations=100, inputs=10)
+    assert pipelab.check(with_recompute(pipelab.Naive(4, 8)), memory_cap=4150, memory=memory) == []
+    faults = pipelab.check(with_recompute(pipelab.GPipe(4, 8)), memory_cap=4150, memory=memory)
+    assert faults
+    assert all("fewer forwards" in fault.hint for fault in faults)
+    for text in ("0F0 0C0 0F1 0B0 0C1 0B1", "0F0 0F1 0C0 0B0 0C1 0B1", "0F0 0F1 0B0 0C1 0B1"):
+        for cap in (3009, 3109):  # over with its second input, and as its input becomes an activation
+            for fault in pipelab.check(Plan.parse(text), memory_cap=cap, memory=memory):
+                assert "no order" not in fault.hint or str(fault.action) in ("0F0", "0C0")
+    for cap in (3005, 3050):  # neither one input fits, nor one activation
+        (fault,) = pipelab.check(Plan.parse("0F0 0C0 0B0 0F1 0C1 0B1"), memory_cap=cap, memory=memory)
+        assert "no order holds less" in fault.hint
+
+
 def test_what_is_away_between_f_and_c_is_refused():
     assert pipelab.check(Plan.parse("0F0 0C0 0OFFLOAD0 0LOAD0 0B0")) == []
     assert [fault.code for fault in pipelab.check(Plan.parse("0F0 0OFFLOAD0 0LOAD0 0C0 0B0"))] == ["residency"] * 2

@@ -288,8 +288,12 @@ def _arguments(kind: type[Schedule], ranks: int, microbatches: int, options: dic
     taken = [each.name for each in parameters if each.name not in sizes]
     strangers = [name for name in options if name not in taken]
     if strangers and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        fixed = any(need.startswith("v ==") for need in kind.needs.values())
+        free = [name for name in taken if not (fixed and name == "stages_per_rank")]
+        again = "\n  try: pipelab.with_recompute(schedule).to_csv('again.csv') in Python, then again.csv here"
         raise UsageError(
-            f"{kind.__name__} takes no {', '.join(strangers)}\n  it takes: {', '.join(taken) or 'nothing'}"
+            f"{kind.__name__} takes no {', '.join(strangers)}\n  it takes: {', '.join(free) or 'nothing'}"
+            + again * ("recompute" in strangers)
         )
     place = line_of_function(kind.__init__)
     try:

@@ -24,6 +24,18 @@ def test_parameters_of_a_schedule_are_set_by_name(pipelab_command, folder):
     assert "expected name=value" in pipelab_command("check", "gpipe", "--set", "words")[2]
 
 
+def test_only_parameters_that_may_differ_are_offered_and_recomputation_is_named(pipelab_command, folder):
+    error = pipelab_command("check", "gpipe(recompute=True)")[2]
+    assert "takes no recompute" in error
+    assert "it takes: nothing" in error
+    assert "try: pipelab.with_recompute" in error
+    pipelab.with_recompute(pipelab.GPipe(2, 3)).to_csv("again.csv")
+    assert pipelab_command("check", "again.csv")[0] == 0
+    error = pipelab_command("check", "interleaved-1f1b(lag=1)")[2]
+    assert "it takes: stages_per_rank" in error
+    assert "with_recompute" not in error
+
+
 def test_a_faulty_file_gets_its_faults_and_a_hint_but_no_traceback(pipelab_command, folder):
     Path("mine.py").write_text(RIGHT.replace("yield F(m)", "yield F(m + 1)"))
     code, output, error = pipelab_command("check", "mine.py:MySchedule", "-r", "2", "-m", "2")

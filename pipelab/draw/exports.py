@@ -64,18 +64,24 @@ def perfetto(trace: Trace) -> dict[str, Any]:
 def events(trace: Trace) -> Table:
     """Return every action as a row: when it ran, what it waited for, and how long its rank was idle before, and why.
 
+    The moves of a rank, which run beside computing, follow its other actions. What a rank waits at its end for an
+    all-reduce beside computing is in the row of that.
+
     Example:
         >>> import pipelab
         >>> events(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).rows[1]["reason"]
         'dependency'
     """
-    action = Waits(trace).action
+    found, computing = Waits(trace), len(trace.plan.bound.codes.kind)
     before: dict[tuple[int, str], list[Idle]] = {}
     for each in trace.idle:
         before.setdefault((each.rank, str(each.needer)), []).append(each)
     rows: list[dict[str, Any]] = []
     for rank, waited in enumerate(waits(trace)):
-        for event, wait in zip(trace.events_of(rank), waited, strict=True):
+        givers = [None if wait is None else wait.giver for wait in waited]
+        moves = ((at, move) for at, move in enumerate(trace.moves, computing) if move.rank == rank)
+        moved = ((move, found.before_move(at)) for at, move in moves)
+        for event, giver in [*zip(trace.events_of(rank), givers, strict=True), *moved]:
             idle = before.get((rank, str(event.action)), [])
             rows.append(
                 {
@@ -85,7 +91,7 @@ def events(trace: Trace) -> Table:
                     "microbatch": event.action.microbatch,
                     "start": event.start,
                     "end": event.end,
-                    "waited_for": None if wait is None else str(action(wait.giver)),
+                    "waited_for": None if giver is None else str(found.action(giver)),
                     "idle_before": sum(each.duration for each in idle),
                     "reason": max(idle, key=lambda each: each.duration).reason if idle else None,
                 }

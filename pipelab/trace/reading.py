@@ -23,8 +23,8 @@ from pipelab.trace.events import Event, Transfer
 FORMAT = "pipelab-trace"
 VERSION = 1
 
-_SOURCES = ("simulated", "measured")
-_USUAL = {"name": "", "unit": "", "note": "", "source": "simulated", "lanes": [], "costs": {}}
+_WORDS = {"source": ("simulated", "measured"), "all_reduce_runs": ("in-row", "beside")}
+_USUAL = {"name": "", "unit": "", "note": "", "lanes": [], "costs": {}} | {key: each[0] for key, each in _WORDS.items()}
 """What a file need not say; nor `stages` and `microbatches`, which follow from the rows, `transfers` and `moves`."""
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
@@ -74,10 +74,11 @@ def read(data: object) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
     data = {**_USUAL, **data}
-    name, unit, note, source = (_field(data, key, str, "a text") for key in ("name", "unit", "note", "source"))
-    if source not in _SOURCES:
-        raise FormatError(f"'source' is {shorten(source)}: expected {' or '.join(_SOURCES)}")
-    plan = _plan(data, name).reducing(beside=data.get("all_reduce_runs") == "beside")
+    name, unit, note, source, runs = (_field(data, key, str, "a text") for key in ("name", "unit", "note", *_WORDS))
+    for key, words in _WORDS.items():
+        if data[key] not in words:
+            raise FormatError(f"{key!r} is {shorten(data[key])}: expected {' or '.join(words)}")
+    plan = _plan(data, name).reducing(beside=runs == "beside")
     starts, ends = (_times(data, key, plan) for key in ("starts", "ends"))
     for rank, both in enumerate(zip(starts, ends, strict=True)):
         for position, (start, end) in enumerate(zip(*both, strict=True)):

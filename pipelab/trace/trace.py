@@ -137,8 +137,12 @@ class Trace:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """For each rank, the time from its first start to its last end, in `unit`."""
-        rows = zip(self.starts, self.ends, strict=True)
+        """For each rank, the time from its first start to its last end, with its moves, in `unit`."""
+        starts, ends = ([*map(list, times)] for times in (self.starts, self.ends))
+        for move in self.moves:
+            starts[move.rank].append(move.start)
+            ends[move.rank].append(move.end)
+        rows = zip(starts, ends, strict=True)
         return tuple(max(ends, default=0.0) - min(starts, default=0.0) for starts, ends in rows)
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 
 import pytest
@@ -124,6 +125,19 @@ def test_the_critical_path_goes_without_a_gap_through_all_reduces_to_the_end():
         assert [one.end for one in path[:-1]] == [other.start for other in path[1:]], seed
         reduces = sum(each.action.kind == "R" for each in path)
         assert len(page.content(trace)["data"]["traces"][0]["critical"]) == len(path) - reduces
+
+
+def test_a_ranks_span_and_the_table_of_events_have_the_all_reduces(tmp_path):
+    trace = simulate(pipelab.OneFOneB(2, 2), Cost(**BESIDE | {"all_reduce": 10}), replicas=2)
+    assert trace.spans == (19, 16)
+    assert max(trace.spans) == trace.makespan
+    with trace.save(tmp_path / "x.events.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(each["stage"], each["start"], each["end"], each["waited_for"]) for each in rows if each["kind"] == "R"]
+    assert found == [("0", "9.0", "19.0", "0B1"), ("1", "7.0", "17.0", "1B1")]
+    for rank, lost in enumerate(trace.ledger):
+        listed = sum(float(each["idle_before"]) for each in rows if each["rank"] == str(rank))
+        assert listed == pytest.approx(sum(lost.values()) - lost.get("drain", 0))
 
 
 def test_one_of_64_replicas_takes_as_long_as_all_of_two():

@@ -71,7 +71,8 @@ def test_what_is_rare_in_a_trace_fits_the_schema_too():
     queued = simulate(pipelab.Interleaved1F1B(2, 4), Cost(latency=1), transport="rank")
     pairs = simulate(pipelab.DualPipeV(2, 4), Cost(pair=2.5))
     updates = simulate(pipelab.PipeDream(2, 4), Cost(update=0.25))
-    for trace in (moves, queued, pairs, updates):
+    beside = simulate(pipelab.OneFOneB(2, 4), Cost(all_reduce=1, all_reduce_runs="beside"), replicas=2)
+    for trace in (moves, queued, pairs, updates, beside):
         FITS(trace.to_dict())
     assert moves.costs()["UNSHARD"] == [0.5, 0.5]
     assert pairs.costs()["pair"] == [1.25] * 4
@@ -90,6 +91,8 @@ def test_what_is_rare_in_a_trace_fits_the_schema_too():
         {"starts": [["0"]]},
         {"transfers": [[1]]},
         {"costs": {"F": 1}},
+        {"source": "guessed"},
+        {"all_reduce_runs": "aside"},
     ],
     ids=str,
 )

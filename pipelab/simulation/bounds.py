@@ -159,11 +159,15 @@ def lower_bound(
     Raises:
         ScheduleError: if the plan has faults.
         CostError: if a trace comes with a cost, or if a list of the cost does not have one number per stage.
-        UsageError: if `memory_cap` is not a positive whole number, or one per rank; if no order keeps it; or if there
-            is a `memory`, and the plan updates weights, gathers or offloads.
+        UsageError: if `memory_cap` is not a positive whole number, or one per rank; if no order keeps it; if the
+            plan offloads; or if there is a `memory`, and the plan updates weights or gathers.
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
     plan, lasts, delays, paired = _timed(plan, cost)
+    if memory_cap is not None and any(move.action.microbatch is not None for move in plan.bound.moves):
+        raise UsageError(
+            f"{plan.name} sends activations away: it has no bound under a memory cap\n  try: no memory_cap"
+        )
     if memory_cap is None and not paired and not plan.bound.codes.more_needs:
         return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
     work = _laid_out(plan, lasts, delays, paired, memory)

@@ -7,7 +7,7 @@ from functools import partial
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
 from pipelab.errors import CostError, ScheduleError, require_size
-from pipelab.plan.actions import HALVES
+from pipelab.plan.actions import HALVES, SHARED
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import network_of, traverse
@@ -97,14 +97,17 @@ def simulate(
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         walked = walk.order
-    if bound.moves and (transport != "buffered" or sends is not None or cost.sender == "busy" or cost.slowdown > 1):
+    other = transport != "buffered" or sends is not None
+    slow = cost.sender == "busy" or cost.slowdown > 1
+    if (bound.moves and (other or slow)) or (slow and (set(SHARED) & set(bound.kinds))):
         raise CostError(
-            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers neither "
-            "queue nor slow work down\n  try: leave out transport, sends, sender and slowdown"
+            f"{plan.name} has {bound.moves[0].action if bound.moves else SHARED[0]}: what runs beside computing, or on "
+            "all ranks, is simulated where transfers neither queue nor slow work down\n"
+            "  try: leave out transport, sends, sender and slowdown"
         )
-    if transport != "buffered" or sends is not None:
+    if other:
         return on_the_wire(plan, cost, paired, order, transport, sends)
-    if cost.sender == "busy" or cost.slowdown > 1:
+    if slow:
         begun, ended, delay = contended(plan, cost, paired)
     elif bound.moves:
         begun, ended, delay = _beside(plan, bound, cost, paired)

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
+from pipelab.plan.actions import FINITE, KINDS, SHARED, TRAITS, Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
@@ -37,6 +37,9 @@ _MOVES = ("gather", "offload", "load")
 """The costs of moves."""
 
 _PER_STAGE = (*_PER_ROW, *_ONCE, *_MOVES)
+_SHARED = (*_PER_ROW, "vocabulary", "vocabulary_grad", "offload", "load")
+"""The costs of which one micro-batch of several has a share."""
+
 _FEWEST = 3
 """To fewer fitted steps no interval is given."""
 
@@ -351,7 +354,7 @@ class Cost:
                 0, because few rows took less than their share.
         """
         count = require_size("microbatches", microbatches)
-        times, sizes = ({name: getattr(self, name) for name in _PER_ROW if (name in _KEPT) == kept} for kept in (0, 1))
+        times, sizes = ({name: getattr(self, name) for name in _SHARED if (name in _KEPT) == kept} for kept in (0, 1))
         return replace(self, **shares(times, count, fixed), **shares(sizes, count))
 
     def times(self, plan: Plan) -> dict[Kind, list[float]]:
@@ -397,9 +400,11 @@ class Cost:
         outputs, gradients = (each * (len(ranks) // len(each)) for each in (outputs, gradients))
         assert isinstance(self.links, Links)  # made of a dict when the cost was made
         time = self.links.time
+        shares = set(ranks) if not set(SHARED).isdisjoint(plan.bound.kinds) else ()  # the last output goes to all
         for slot, rank in enumerate(ranks):
             stage = slot % stages
-            outputs[slot] = time(rank, ranks[slot + 1], outputs[slot]) if stage + 1 < stages else 0.0
+            to = ranks[slot + 1 : slot + 2] if stage + 1 < stages else shares
+            outputs[slot] = max((time(rank, other, outputs[slot]) for other in to), default=0.0)
             gradients[slot] = time(rank, ranks[slot - 1], gradients[slot]) if stage else 0.0
         return outputs, gradients
 
@@ -410,7 +415,9 @@ class Cost:
             name: self._each(name, plan, self._share(plan)) for name in ("all_reduce", *_MOVES) if moves
         }
         moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
-        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan), self.latency)
+        links = self.links if isinstance(self.links, Links) else None  # a dict became one when the cost was made
+        far = max((links.time(0, rank, 0) for rank in range(plan.ranks)), default=0.0) if links else self.latency
+        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan), far)
 
     def table(self, plan: Plan) -> dict[str, list[float]]:
         """Return how long each kind of a plan's actions takes, and its values travel (`out`, `gin`), as traces save it.

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import HALVES, finite
+from pipelab.plan.actions import HALVES, TRAITS, finite
 from pipelab.plan.fault import shorten
 from pipelab.trace import replay
 from pipelab.trace.trace import Trace
@@ -70,11 +70,12 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
     for stage in stages:
         own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
         _complete(times, stage, own)
-    kinds = {"forward": "F", "backward": "B", "recompute": "C", "pair": "pair", "all_reduce": "R"}
+    there = {kind for kind, _ in times}
+    kinds = {traits.cost: kind for kind, traits in TRAITS.items() if traits.cost and kind in there}
     found: dict[str, Any] = {
         name: [times.get((kind, stage), 0.0) for stage in stages]
-        for name, kind in kinds.items()
-        if kind in {each for each, _ in times}
+        for name, kind in {**kinds, **({"pair": "pair"} if "pair" in there else {})}.items()
+        if kind not in HALVES
     }
     if split is not None or any(kind == "I" for kind, _ in times):
         for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
@@ -127,6 +128,8 @@ def _pooled(traces: Sequence[Trace], first: Trace, which: str) -> tuple[Spans, S
         for found, more in ((spans, _spans(trace, travelled, between)), (moved, travelled)):
             for each, times in more.items():
                 found[each].extend(times)
+        for move in trace.moves:
+            spans[move.action.kind, move.action.stage or 0].append(move.end - move.start)
     return spans, moved
 
 

@@ -112,8 +112,9 @@ def optimum(
 
     Raises:
         ScheduleError: if the plan has faults.
-        UsageError: if OR-tools is not installed; if no order keeps the memory cap, or none was found in time; if
-            `memory_cap` is not a positive whole number, or one per rank; or if `seconds` is not a positive number.
+        UsageError: if OR-tools is not installed; if no order keeps the memory cap, or none was found in time; if the
+            plan gathers or offloads; if `memory_cap` is not a positive whole number, or one per rank; or if `seconds`
+            is not a positive number.
         CostError: if a list of the cost does not have one number per stage, or if forwards take no time and there is a
             memory cap; or if all-reduces run beside computing.
         TypeError: if it is neither a plan nor a schedule, or if `cost` is not a `Cost`.
@@ -123,6 +124,11 @@ def optimum(
     if as_cost(cost).all_reduce_runs == "beside":
         raise CostError("optimum orders all-reduces in rows: leave out all_reduce_runs='beside'")
     work = work_of(plan, cost, memory)
+    if moves := work.plan.bound.moves:
+        raise UsageError(
+            f"{work.plan.name} has {moves[0].action}: optimum orders what computes, and would leave it out\n"
+            "  try: the plan without gathers and offloads"
+        )
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
     bound = lower_bound(work.plan, cost, memory_cap=memory_cap, memory=memory)
     best: Trace | None = None

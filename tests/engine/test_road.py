@@ -20,7 +20,7 @@ def test_the_road_in_threads_is_short():
     )
     road = json.loads(said.stdout)
     assert len(road["files"]) <= 14, road["files"]
-    assert road["depth"] <= 8
+    assert road["depth"] <= 9  # `_run` is the forward of F and of C
 
 
 @pytest.mark.dist

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from strategies import ONE_COPY
 
@@ -29,7 +31,9 @@ def load(path, plan):
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_pytorch_loads_every_plan_that_keeps_each_stage_on_one_rank(name, tmp_path):
     plan = schedules[name](2, 4).plan()
-    loaded = load(plan.to_csv(tmp_path / "plan.csv"), plan).pipeline_order
+    with pytest.warns(UserWarning, match="slices of one sequence") if plan.after else nullcontext():
+        path = plan.to_csv(tmp_path / "plan.csv")
+    loaded = load(path, plan).pipeline_order
     assert [[str(action) for action in loaded[rank]] for rank in range(2)] == [
         [str(item) for item in row] for row in plan.rows
     ]

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from pipelab.catalogue.asynchronous import PipeDream, TwoBW
 from pipelab.catalogue.bitpipe import BitPipe
 from pipelab.catalogue.bpipe import BPipe
 from pipelab.catalogue.chimera import Chimera
@@ -64,6 +65,7 @@ from pipelab.catalogue.slimpipe import SlimPipe
 from pipelab.catalogue.v_1f1b import V1F1B
 from pipelab.catalogue.v_half import VHalf
 from pipelab.catalogue.v_min import VMin
+from pipelab.catalogue.vocabulary import VocabularyParallel
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
@@ -159,3 +161,11 @@ schedules = Catalogue(
 
 moving: dict[str, type[Schedule]] = {"bpipe": BPipe, "pipe-offload": PipeOffload}
 """Schedules that send activations away: engines move none, and `simulate` has moves beside buffered transfers only."""
+
+beside: dict[str, type[Schedule]] = {
+    **moving,
+    "pipedream": PipeDream,
+    "2bw": TwoBW,
+    "vocabulary-parallel": VocabularyParallel,
+}
+"""Every schedule that the command line finds by name although it is not among `schedules`."""

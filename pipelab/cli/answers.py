@@ -136,6 +136,11 @@ def layout(
     Tensor, context, expert, data and pipeline parallelism, ZeRO, schedule, micro-batches and recomputation; and the
     quickest one's step, term by term.
 
+    Columns: TP, CP, EP, DP: how many devices share a layer, a sequence, the experts, the batch; PP: the pipeline's
+    ranks; v: stages on a rank; M: micro-batches of a replica; b: sequences in one; above bound: how much longer the
+    step is than any order of its actions must take; MFU: the share of the peak; GB: what the fullest device holds.
+    Sent inside, between nodes: by each device of the first rank in a step.
+
     For example: pipelab layout config.json --gpus 64 --memory 80 --sequence 8192
     """
     require_writable(save, TABLE)

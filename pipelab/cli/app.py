@@ -251,11 +251,15 @@ def compare(
         raise UsageError(f"--with needs one plan, and one number of micro-batches: pipelab compare PLAN --with {other}")
     require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
-        traces = times.traces(sizes.find(targets), targets)
+        subjects = sizes.find(targets)
+        traces = times.traces(subjects, targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
         if other:
-            traces.append(theirs := in_unit_of(pipelab.Trace.load(other), traces[0]))
+            loaded = pipelab.Trace.load(other)
+            traces.append(theirs := in_unit_of(loaded, traces[0]))
+            if loaded.unit and not traces[0].unit and traces[0] is not subjects[0]:
+                say(f"Your times have no unit, so all of {other} are scaled to as much work: try --unit {loaded.unit}")
             refusal = not diff and (not_replayed(traces[0]) or not_replayed(theirs))
             first = f"no first difference: {refusal}" if refusal else differences.first(pipelab.diff(traces[0], theirs))
             say(f"{first} ({other}: {theirs.note})" if theirs.note else first)

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from glob import has_magic
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipelab.catalogue import moving, schedules
+from pipelab.catalogue import beside, schedules
 from pipelab.errors import PipelabError, UsageError
 from pipelab.files import text_of
 from pipelab.labs.grading.schedules import own_schedules
@@ -40,7 +40,7 @@ _NO_SCHEDULES = dict.fromkeys((".html", ".svg", ".png", ".pdf", ".txt"), _PICTUR
 )
 """Why files with these suffixes hold no schedule; a Python file of the same name is not tried."""
 
-_CLASSES = {kind.__name__: kind for kind in [*schedules.values(), *moving.values()]}
+_CLASSES = {kind.__name__: kind for kind in [*schedules.values(), *beside.values()]}
 
 
 def find(
@@ -178,7 +178,7 @@ def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
 
 def _class_of(target: str) -> type[Schedule]:
     """Return the class that a target names: a registered schedule's, or one in a student's file."""
-    kind = {**schedules, **moving}.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
+    kind = {**schedules, **beside}.get(target) or _CLASSES.get(target.removeprefix("pipelab."))
     if kind is not None:
         return kind
     suffix = Path(target).suffix
@@ -412,8 +412,12 @@ def _schedule_in(module: ModuleType, name: str, path: str) -> type[Schedule]:
     raise _not_there(path, name, list(own), vars(module))
 
 
-def _not_there(path: str, name: str, own: Sequence[str], bound: Collection[str]) -> UsageError:
+def _not_there(path: str, name: str, own: Sequence[str], bound: Mapping[str, Any]) -> UsageError:
     """Return the error of a file without the schedule that was asked for; `bound` has all names in the file."""
+    if isinstance(bound.get(name), type) and issubclass(bound[name], Schedule):
+        return UsageError(
+            f"{name} is imported in {path}, not written there: write class Mine({name}), or name its file"
+        )
     if name and name in bound:
         return UsageError(f"{name} in {path} is not a schedule: write class {name}(pipelab.Schedule)")
     there = f"it holds {', '.join(own)}" if own else "it holds no class that derives from pipelab.Schedule"

@@ -73,8 +73,8 @@ def _require_readable(plan: Plan) -> None:
     if shared:
         raise UsageError(
             f"stages {ranges(shared)} are on several ranks, and PyTorch's runtime runs a stage on one rank only\n"
-            "  try: the schedule without replicate, and torchtitan's own data_parallel_replicate_degree; for DualPipe, "
-            "dualpipev"
+            "  try: for replicas, torchtitan's data_parallel_replicate_degree; if micro-batches enter at both ends, "
+            "a schedule in a V, such as dualpipev"
         )
     if other:
         raise UsageError(

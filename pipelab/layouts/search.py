@@ -23,6 +23,7 @@ GB = 10**9
 _SHORT = 4096
 """Sequences are cut into no shorter parts."""
 
+_SIZES = ("tensor", "context", "expert", "replicas", "pipeline")
 _TOKENS = 4 * 2**20
 """How many tokens a step has if nothing else is said."""
 
@@ -55,7 +56,7 @@ class Layouts:
     def table(self) -> Table:
         """The rows, as readers see them."""
         columns = [
-            Column("layout", "TP CP EP DP PP", left=True),
+            *(Column(name, head) for name, head in zip(_SIZES, ("TP", "CP", "EP", "DP", "PP"), strict=True)),
             *(Column(name, head) for name, head in (("zero", "ZeRO"), ("schedule", ""), ("stages_per_rank", "v"))),
             *(Column(name, head) for name, head in (("microbatches", "M"), ("microbatch", "b"), ("recompute", ""))),
             Column("seconds", "step, s", lambda seconds: f"{seconds:.3f}"),
@@ -65,7 +66,8 @@ class Layouts:
             Column("inside", "sent inside, GB", lambda count: f"{count / GB:.1f}"),
             Column("between", "between nodes", lambda count: f"{count / GB:.1f}"),
         ]
-        notes = [f"{self.tried} layouts; {self.full} of them cannot hold one micro-batch."]
+        what = f"{self.tried} layouts of {self.best.layout.devices} {self.best.device.name}"
+        notes = [f"{what}; {self.full} of them cannot hold one micro-batch."]
         return Table(self.rows, columns, notes=notes)
 
     @property
@@ -94,13 +96,9 @@ def row(estimate: Estimate) -> dict[str, object]:
     """Return a layout's sizes, times and bytes as a row of a table."""
     each, seconds = estimate.layout, estimate.seconds
     inside, between = (sum(numbers) for numbers in zip(*estimate.sent.values(), strict=True))
-    names = ("tensor", "context", "expert", "replicas", "pipeline")
-    sizes = {name: getattr(each, name) for name in names}
     more = ("zero", "schedule", "stages_per_rank", "microbatches", "microbatch", "recompute")
     return {
-        "layout": " ".join(f"{size:2}" for size in sizes.values()),
-        **sizes,
-        **{name: getattr(each, name) for name in more},
+        **{name: getattr(each, name) for name in (*_SIZES, *more)},
         "seconds": seconds,
         "above_bound": max(0.0, seconds / estimate.bound - 1),
         "mfu": estimate.mfu,

@@ -334,6 +334,12 @@ def test_layout_ranks_what_fits_and_says_where_the_quickest_ones_step_goes(pipel
     assert len(rows) == 3
     assert [float(row["seconds"]) for row in rows] == sorted(float(row["seconds"]) for row in rows)
     assert re.search(rf"the step +{float(rows[0]['seconds']):.3f} +100", output)
+    assert list(rows[0])[:5] == ["tensor", "context", "expert", "replicas", "pipeline"]
+    assert "of 2 h100" in output
+    columns = next(line for line in output.splitlines() if line.startswith("TP"))
+    text = " ".join(pipelab_command("layout", "--help")[1].split())
+    assert all(f"{word}:" in text or f"{word}," in text for word in columns.split()[:5])
+    assert all(f"{word}:" in text for word in ("v", "M", "b", "above bound", "MFU", "GB"))
     code, _, error = pipelab_command(*given, "0.1")
     assert code == 1
     assert "each needs" in error

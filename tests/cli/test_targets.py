@@ -172,6 +172,14 @@ def test_what_is_not_there_is_told_with_what_is(pipelab_command, folder):
     Path("empty.py").write_text("x = 1\n")
     assert "no class that derives from pipelab.Schedule" in pipelab_command("check", "empty.py:x1")[2]
     assert "write class x(pipelab.Schedule)" in pipelab_command("check", "empty.py:x")[2]
+    Path("imports.py").write_text("from pipelab import GPipe\n")
+    assert "GPipe is imported in imports.py" in pipelab_command("check", "imports.py:GPipe")[2]
+
+
+@pytest.mark.parametrize("name", ["bpipe", "pipe-offload", "pipedream", "2bw", "vocabulary-parallel"])
+def test_a_schedule_beside_the_catalogue_is_found_by_name(pipelab_command, name):
+    assert name not in pipelab.schedules
+    assert pipelab_command("check", name)[0] == 0
 
 
 @pytest.mark.parametrize("points_to", ["mine.py", "gone.py"])

@@ -149,6 +149,10 @@ def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_comm
     assert "times of the file x 0.001)" in " ".join(output.split())
     Path("theirs.json").write_text(json.dumps(written_elsewhere(ours, unit="ms")))
     assert "0F1 on rank 0: it starts at" in pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
+    assert "try --unit" not in pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
+    plan = ("compare", "1f1b", "-r", "2", "-m", "2", "-f", "10", "-b", "20", "--with", "theirs.json")
+    assert "try --unit ms" in " ".join(pipelab_command(*plan)[1].split())
+    assert "try --unit" not in pipelab_command(*plan, "--unit", "ms")[1]
 
 
 def test_all_reduces_beside_computing_are_shown_beside_another_simulators(pipelab_command, folder):

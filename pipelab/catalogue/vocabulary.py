@@ -17,8 +17,8 @@ class VocabularyParallel(Schedule):
     The last stage's backward waits for all shares, so each rank holds one activation more than in 1F1B for each time
     that it waits:
 
-        rank 0 | 0F0 0F1 0F2 0S0 0B0         …       one barrier: P + 1 - r activations on rank r
-        rank 1 | 1F0 1S0 1F1 1S1 1B0 1V0     …
+        rank 0 | 0F0 0F1 0S0 0F2 0S1 0B0 0V0 …       one barrier: P + 1 - r activations on rank r
+        rank 1 | 1F0 1S0 1F1 1S1 1B0 1V0 1F2 …
 
     It is not among `schedules`, all of which also run.
 

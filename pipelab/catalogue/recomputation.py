@@ -55,7 +55,8 @@ def with_recompute(
 
     Raises:
         ScheduleError: if the plan has faults.
-        UsageError: if `ahead` is neither 0 nor a positive whole number, or if the plan gathers weights and `ahead` is
+        UsageError: if the plan lacks one of `stages`;
+            if `ahead` is neither 0 nor a positive whole number, or if the plan gathers weights and `ahead` is
             not 0.
     """
     most = 0 if ahead == 0 else require_size("ahead", ahead)
@@ -67,6 +68,8 @@ def with_recompute(
             f"  try: with_gathers(with_recompute(schedule, ahead={ahead}))"
         )
     wanted = range(plan.stages) if stages is None else stages
+    if unknown := sorted(set(wanted) - set(range(plan.stages))):
+        raise UsageError(f"stages={unknown}: {plan.name} has stages 0 to {plan.stages - 1}")
     rows = [list(_again(plan.bound.items(rank), wanted)) for rank in range(plan.ranks)]
     plan = Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, recomputed", plan.after)
     if not most:

@@ -281,7 +281,7 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
             if code in bound.pairs and starts[index + 1] == start and end > start:
                 paired[code] = lasts[code]
     for move in trace.moves if bound.beside else ():
-        if move.action.kind == "R":
+        if not move.action.traits.channel:
             lasts[bound.codes.code(move.action)] = float(f"{move.end - move.start:.9g}")
     delays = [0.0] * (bound.codes.always + 1)
     if trace.source == "simulated":

@@ -110,7 +110,7 @@ def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
                     yield Idle(rank, free, until, reason, action(row[index]), giver)
                     free = until
         free = max(free, end)
-    for reduce in [move for move in trace.moves if move.rank == rank and move.action.kind == "R"][-1:]:
+    for reduce in [move for move in trace.moves if move.rank == rank and not move.action.traits.channel][-1:]:
         if reduce.end > free:
             yield Idle(rank, free, reduce.end, "all-reduce", reduce.action)
             free = reduce.end

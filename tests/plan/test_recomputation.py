@@ -305,3 +305,8 @@ def test_the_optimum_places_what_runs_again_within_the_cap():
 def test_the_maker_is_the_kind_and_is_read_back():
     assert C(3, stage=1) == Action.parse("1C3") == Action("C", 3, 1)
     assert C(3, stage=1).word == "recomputation"
+
+
+def test_a_stage_that_the_plan_lacks_is_refused():
+    with pytest.raises(pipelab.UsageError, match=r"stages=\[9\].*stages 0 to 1"):
+        pipelab.with_recompute(pipelab.GPipe(2, 4), [0, 9])

@@ -176,10 +176,6 @@ class VerificationError(EngineError):
 def clean(text: str, keep: str = "") -> str:
     r"""Return a text for a terminal or a page: unprintable characters, such as escape codes, are spelled out.
 
-    Args:
-        text: what may come from a file: a name, a unit, a message with either.
-        keep: unprintable characters that stay, such as line ends.
-
     Example:
         >>> clean("red \x1b[31m\n")
         'red \\x1b[31m\\n'
@@ -192,11 +188,7 @@ def clean(text: str, keep: str = "") -> str:
 
 
 def require_size(name: str, value: Any, most: int = MOST_SLOTS) -> int:
-    """Return a positive whole number as Python's `int`.
-
-    Raises:
-        UsageError: if it is anything else, or more than `most`; the message names the argument and its value.
-    """
+    """Return a positive whole number as Python's `int`."""
     try:
         size = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -209,11 +201,7 @@ def require_size(name: str, value: Any, most: int = MOST_SLOTS) -> int:
 
 
 def require_slots(stages: int, microbatches: int) -> None:
-    """Refuse a plan that would fill the memory.
-
-    Raises:
-        UsageError: if stages times micro-batches are more than `MOST_SLOTS`.
-    """
+    """Refuse a plan that would fill the memory."""
     if stages * microbatches > MOST_SLOTS:
         raise UsageError(
             f"{stages} stages x {microbatches} micro-batches are {stages * microbatches}, and a plan may have at most "
@@ -222,11 +210,7 @@ def require_slots(stages: int, microbatches: int) -> None:
 
 
 def require_caps(memory_cap: Any, ranks: int, name: str = "memory_cap") -> list[int]:
-    """Return the cap of every rank, from one number or one per rank, which is an argument called `name`.
-
-    Raises:
-        UsageError: if it is neither.
-    """
+    """Return the cap of every rank, from one number or one per rank, which is an argument called `name`."""
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
         return [require_size(name, memory_cap, sys.maxsize)] * ranks
     if len(memory_cap) != ranks:
@@ -236,11 +220,7 @@ def require_caps(memory_cap: Any, ranks: int, name: str = "memory_cap") -> list[
 
 
 def require_suffix(path: Path, what: str, known: Sequence[str]) -> str:
-    """Return a file name's suffix in small letters.
-
-    Raises:
-        FormatError: if pipelab cannot write that format; the message names those that it can.
-    """
+    """Return a file name's suffix in small letters."""
     suffix = path.suffix.lower()
     if suffix not in known:
         wanted = suffix or "a file without a suffix"

@@ -27,9 +27,6 @@ def teacher(name: str) -> Path:
     """Return a file of the folder `teacher`: solutions, keys, answers. Students' copies lack it.
 
     It is beside the package in the repository and in the copy for teachers, and inside it in a teacher's wheel.
-
-    Raises:
-        UsageError: if it is not there.
     """
     package = Path(__file__).parent
     for place in (package / "teacher" / name, package.parent / "teacher" / name):
@@ -39,11 +36,7 @@ def teacher(name: str) -> Path:
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a file in UTF-8, whatever the locale; unpacked, if it is a gzip file.
-
-    Raises:
-        FormatError: if it is not text in UTF-8, or larger than `most_bytes`; if it is a broken gzip file.
-    """
+    """Return the text of a file in UTF-8, whatever the locale; unpacked, if it is a gzip file."""
     with Path(path).open("rb") as file:
         return text_of(file, path, most_bytes)
 
@@ -75,12 +68,7 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written; call this before the work whose result it shall hold.
-
-    Raises:
-        OSError: with the path and the reason: its folder does not exist or is a file, it is a folder itself, or the
-            user may not write it.
-    """
+    """Refuse a file that cannot be written; call this before the work whose result it shall hold."""
     path = Path(path)
     folder = path.parent
     number, why = 0, ""
@@ -108,9 +96,6 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write(Path(folder) / "plan.csv", "0F0,0B0").read_text(encoding="utf-8")
         '0F0,0B0'
-
-    Raises:
-        OSError: if the file cannot be written, with its path.
     """
     path = Path(path)
     # A name from a file may hold what UTF-8 lacks: half of a surrogate pair.

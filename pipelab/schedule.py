@@ -256,11 +256,7 @@ def _at(message: str, where: str | Callable[..., object], hint: str) -> Fault:
 
 
 def _iterable(returned: Any) -> Iterable[object]:
-    """Return what `actions` returned if it is a sequence or a generator.
-
-    Raises:
-        TypeError: otherwise, saying what to do.
-    """
+    """Return what `actions` returned if it is a sequence or a generator."""
     guess = "did you mean to yield the actions, or to return a list of them?"
     if isinstance(returned, Sequence) and not isinstance(returned, str) and any(map(_is_row, returned)):
         rows = sum(map(_is_row, returned))
@@ -280,11 +276,7 @@ def _iterable(returned: Any) -> Iterable[object]:
 
 
 def _yielded(generator: Generator[object, None, object]) -> Iterator[object]:
-    """Yield what a generator yields; refuse a returned value, which would be lost.
-
-    Raises:
-        TypeError: saying what to do.
-    """
+    """Yield what a generator yields; refuse a returned value, which would be lost."""
     lost = yield from generator
     if lost is not None:
         raise TypeError(
@@ -363,11 +355,7 @@ class Replicated(Schedule):
             yield self._dealt(item, replica)
 
     def draft(self) -> Plan:
-        """Return the plan of all replicas.
-
-        Raises:
-            ScheduleError: if the copied pipeline has faults; they name its own ranks and micro-batches.
-        """
+        """Return the plan of all replicas."""
         require_legal(self._copied)  # in `actions`, they would be reported as errors of that method
         return super().draft()
 

@@ -326,7 +326,7 @@ def test_a_small_module_has_two_importers_or_is_a_schedule():
         module
         for module, path in MODULES.items()
         if path.name not in ("__init__.py", "__main__.py")
-        and len(path.read_text().splitlines()) < 80
+        and len(path.read_text().splitlines()) < 60
         and len(importers[module]) < 2
     }
     assert splinters - schedules == set()

@@ -107,11 +107,7 @@ class Catalogue(dict[str, type[Schedule]]):
     """Schedules by name; an unknown name raises an error that lists the names and the nearest one."""
 
     def __missing__(self, name: str) -> type[Schedule]:
-        """Refuse a name.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuse a name."""
         close = self.nearest(name)
         guess = f"; did you mean {close}?" if close else ""
         raise UsageError(f"{name!r} is not a registered schedule{guess}\n  registered: {', '.join(self)}")

@@ -33,11 +33,7 @@ class BuildingBlock:
     """For each stage, its rank."""
 
     def __post_init__(self) -> None:
-        """Refuse passes that are missing, too early, or in a slot that is taken.
-
-        Raises:
-            UsageError: as `building_block`.
-        """
+        """Refuse passes that are missing, too early, or in a slot that is taken."""
         if not self.place or set(self.place) != set(range(max(self.place) + 1)):
             raise UsageError(f"place={list(self.place)}: expected a rank for each stage, and no rank left out")
         self._require_order()
@@ -184,17 +180,6 @@ def first_fit(
     place: Sequence[int], interval: int, speeds: Sequence[int], turn: int = 0, *, split: bool = True
 ) -> BuildingBlock | None:
     """Return the block of a micro-batch that goes from stage to stage at given speeds, and waits where a slot is taken.
-
-    Args:
-        place: for each stage, its rank.
-        interval: how many slots later the next micro-batch does the same.
-        speeds: how many slots after a pass the next one starts, in each of as many equal parts of the way: in a V,
-            forwards down and up, and backwards down and up.
-        turn: how many slots more pass between the last forward and the first backward.
-        split: whether backwards are split; weight gradients run in free slots.
-
-    Returns:
-        The block; `None` if a pass finds no free slot.
 
     Example:
         On four ranks, one micro-batch of a V with whole backwards waits twice on its way: `3B` and `0B` start late.

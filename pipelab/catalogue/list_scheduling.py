@@ -53,21 +53,7 @@ def list_schedule(
     split: bool,
     memory: Memory | None = None,
 ) -> list[list[Action]]:
-    """Return, for each rank, its actions in the order in which it starts them.
-
-    Args:
-        bound: a plan without actions, for its sizes and its placement.
-        lasts: by code, how long an action takes.
-        delays: by value, how long it travels to another rank.
-        priority: which action a rank starts first; of equals, the lowest micro-batch's, then the last stage's.
-        caps: for each rank, how many stage activations it may hold, or bytes; `None` for any number.
-        split: whether backwards are split into `I` and `W`.
-        memory: how many bytes each stage takes, if caps are in bytes.
-
-    Raises:
-        ScheduleError: if the caps end in a deadlock; the message says what the ranks without room wait for.
-        UsageError: if a cap has no room for a single activation.
-    """
+    """Return, for each rank, its actions in the order in which it starts them."""
     all_held = [len(bound.rank_of_slot)] * len(bound.rows)
     return _Simulation(bound, lasts, delays, priority, caps or all_held, split, memory if caps else None).rows()
 

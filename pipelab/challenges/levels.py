@@ -195,11 +195,7 @@ def levels() -> dict[str, Level]:
 
 
 def level(name: str) -> Level:
-    """Return a level by its name or its number, from 1.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """Return a level by its name or its number, from 1."""
     found = levels()
     if name.isdecimal() and 1 <= int(name) <= len(found):
         return list(found.values())[int(name) - 1]
@@ -242,10 +238,6 @@ class Attempt:
 
 def judge(level: Level, subject: Plan | Schedule) -> Attempt:
     """Return what an order is worth in a level.
-
-    Args:
-        level: the level.
-        subject: a plan, or a schedule of the level's sizes.
 
     Example:
         >>> import pipelab

@@ -56,16 +56,7 @@ class Faults(list[Fault]):
         order: Order = "pytorch",
         transport: Transport = "buffered",
     ) -> None:
-        """Keep the faults and, for pictures, what they were found in.
-
-        Args:
-            faults: the faults.
-            subject: the name of the plan or schedule.
-            plan: the plan; `None` if the schedule could not write one.
-            meant: the plan without the mistake that the first fault is, in which the others were found.
-            order: in which order ranks were to post their sends and receives.
-            transport: which of these were to wait for each other.
-        """
+        """Keep the faults and, for pictures, what they were found in."""
         super().__init__(faults)
         self.subject, self.plan, self.meant, self.order, self.transport = subject, plan, meant, order, transport
 
@@ -86,12 +77,6 @@ class Faults(list[Fault]):
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     faults.save(Path(folder) / "deadlock.svg").name
             'deadlock.svg'
-
-        Returns:
-            The path.
-
-        Raises:
-            FormatError: if the suffix is another one.
         """
         from pipelab import draw
 
@@ -230,11 +215,7 @@ def _severity(fault: Fault) -> int:
 
 
 def require_legal(plan: Plan) -> Traversal:
-    """Return a walk through the whole plan; call this before you run or simulate a plan.
-
-    Raises:
-        ScheduleError: if the plan has any fault, with all of them.
-    """
+    """Return a walk through the whole plan; call this before you run or simulate a plan."""
     bound = plan.bound
     if bound.walk is not None:
         return bound.walk
@@ -248,12 +229,7 @@ def require_legal(plan: Plan) -> Traversal:
 
 
 def as_plan(plan: Plan | ScheduleLike) -> Plan:
-    """Return a plan unchanged, and a schedule's draft.
-
-    Raises:
-        TypeError: if it is neither.
-        ScheduleError: if the schedule cannot write a plan at all.
-    """
+    """Return a plan unchanged, and a schedule's draft."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, type):

@@ -114,12 +114,7 @@ def deadlocks(
 
 
 def cycles(heads: Iterable[Head], wait_of: Callable[[Any], AnyWait | None]) -> list[list[AnyWait]]:
-    """Return each cycle of what waits for each other, from its lowest rank on.
-
-    Args:
-        heads: where to begin.
-        wait_of: what is stuck in a rank or a queue; `None` if nothing is.
-    """
+    """Return each cycle of what waits for each other, from its lowest rank on."""
     found: list[list[AnyWait]] = []
     seen: set[Head] = set()
     for head in heads:

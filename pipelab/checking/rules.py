@@ -216,13 +216,7 @@ class Mistake:
 def diagnose(
     plan: Plan, faults: Sequence[Fault], judge: Callable[[Plan], list[Fault]]
 ) -> tuple[Fault | None, Plan, list[Fault]]:
-    """Return the mistake that explains most faults, if there is one; the plan that was meant; and its faults.
-
-    Args:
-        plan: the plan with faults.
-        faults: all of its faults.
-        judge: returns the faults of another plan.
-    """
+    """Return the mistake that explains most faults, if there is one; the plan that was meant; and its faults."""
     best: tuple[Fault | None, Plan, list[Fault]] = (None, plan, list(faults))
     for mistake in _mistakes(plan, faults):
         left = judge(mistake.meant)
@@ -398,12 +392,7 @@ _RELEASES = ("B", "I")
 
 
 def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -> list[Fault]:
-    """Find moves that cannot be, and actions whose weights or activation are not there.
-
-    Args:
-        bound: the plan.
-        gather_cap: how many stages' gathered weights a rank may hold: one number, or one per rank.
-    """
+    """Find moves that cannot be, and actions whose weights or activation are not there."""
     caps = [len(bound.moves)] * len(bound.rows)
     if gather_cap is not None:
         caps = require_caps(gather_cap, len(bound.rows), "gather_cap")

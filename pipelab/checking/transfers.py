@@ -22,11 +22,6 @@ class Wire:
     before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row, and
     so is a send that the row waits for.
 
-    Args:
-        low: the plan.
-        transport: which transfers wait for each other.
-        atomic_pairs: whether a pair is one job, which starts only when the inputs of both its halves are there.
-
     Attributes:
         low: the plan.
         holding: whether a receive holds its rank.

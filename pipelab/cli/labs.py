@@ -111,14 +111,7 @@ lab = typer.Typer(help="Run an experiment of the course, and make its table.", n
 
 
 def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], bool]:
-    """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C or an error keeps those done.
-
-    Returns:
-        The rows, and whether all of them were made.
-
-    Raises:
-        PipelabError: if making the first row did.
-    """
+    """Collect rows as they are made, with progress and an estimate on stderr; Ctrl-C or an error keeps those done."""
     console = Console(stderr=True)
     found: list[Row] = []
     began = time.monotonic()

@@ -207,11 +207,7 @@ def table_of(cells: Mapping[tuple[str, int], Cell], refusals: Sequence[str]) -> 
 
 
 def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
-    """Call `make` for every schedule and number of micro-batches, and collect the refusals.
-
-    Raises:
-        ScheduleError: if a schedule has faults.
-    """
+    """Call `make` for every schedule and number of micro-batches, and collect the refusals."""
     made: Sweep[Made] = Sweep({}, [])
     for name in names:
         for count in counts:

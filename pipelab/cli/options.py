@@ -82,9 +82,6 @@ def whole_numbers(option: str, given: str | None) -> list[int]:
     Example:
         >>> whole_numbers("--ranks", "2,4,2")
         [2, 4]
-
-    Raises:
-        UsageError: if one is not a whole number of at least 1.
     """
     words = (given or "").replace(",", " ").split()
     if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
@@ -122,19 +119,11 @@ class SweepSizes:
 
     @property
     def counts(self) -> list[int]:
-        """The given numbers of micro-batches.
-
-        Raises:
-            UsageError: if one is not a whole number of at least 1.
-        """
+        """The given numbers of micro-batches."""
         return whole_numbers("--microbatches", self.microbatches)
 
     def counts_beside(self, targets: Sequence[str]) -> list[int]:
-        """Return the given numbers of micro-batches, after looking for numbers among the targets, as in `-m 2 4 8`.
-
-        Raises:
-            UsageError: if a target is a number.
-        """
+        """Return the given numbers of micro-batches, after looking for numbers among the targets, as in `-m 2 4 8`."""
         numbers = [target.strip(",") for target in targets if _NUMBERS.fullmatch(target)]
         if numbers:
             together = ",".join([*map(str, self.counts), *numbers]) if self.counts else "2,4,8, for example"
@@ -159,11 +148,7 @@ class SweepSizes:
         ]
 
     def schedule(self, target: str, microbatches: int, usual_ranks: int = 4) -> Schedule:
-        """Return the schedule that a target names, with so many micro-batches.
-
-        Raises:
-            UsageError: if it is a file with a plan, which has its own number of micro-batches.
-        """
+        """Return the schedule that a target names, with so many micro-batches."""
         found = find(target, self.ranks, microbatches, usual_ranks)
         assert isinstance(found, Schedule)  # a file refuses other sizes than its own
         return found if self.replicas == 1 else replicate(found, self.replicas)
@@ -191,11 +176,7 @@ class Times:
     costs: _Costs = None
 
     def cost(self) -> Cost:
-        """Return the cost that the options describe; `--cost` overrides the others.
-
-        Raises:
-            UsageError: if `--cost` names an unknown cost.
-        """
+        """Return the cost that the options describe; `--cost` overrides the others."""
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
         given |= {"latency": self.latency, "unit": self.unit}
         given |= settings(self.costs or [], "--cost")
@@ -205,11 +186,7 @@ class Times:
             raise UsageError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
 
     def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
-        """Return saved traces unchanged, and simulate schedules and plans.
-
-        Raises:
-            UsageError: if times were given but all targets are traces, which have their own.
-        """
+        """Return saved traces unchanged, and simulate schedules and plans."""
         if self != Times() and all(isinstance(subject, Trace) for subject in subjects):
             raise UsageError(
                 f"{' and '.join(targets)}: a trace has its own times; leave out the options for times and costs"

@@ -43,12 +43,7 @@ GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
 def require_writable(paths: Sequence[Path] | None, kind: tuple[str, Sequence[str]]) -> None:
-    """Refuse files that cannot be written; `kind` is the name of the result, and its possible suffixes.
-
-    Raises:
-        FormatError: if a file has another suffix.
-        OSError: if a file cannot be written, for example because its folder does not exist.
-    """
+    """Refuse files that cannot be written; `kind` is the name of the result, and its possible suffixes."""
     for path in paths or []:
         require_suffix(path, *kind)
         files.require_writable(path)

@@ -46,20 +46,7 @@ _CLASSES = {kind.__name__: kind for kind in [*schedules.values(), *beside.values
 def find(
     target: str, ranks: int | None = None, microbatches: int | None = None, usual_ranks: int = 4
 ) -> Schedule | Plan | Trace:
-    """Return the schedule, plan or trace that a command line names.
-
-    Args:
-        target: a registered name, `file.py:Name`, `file.py` (if it holds one schedule), `plan.csv` or `trace.json`; the
-            profiles of all ranks, `rank*.json.gz`, or one step of them, `rank*.json.gz(step=2)`; a plan's rows, or `-`
-            for those on stdin; also a schedule's class (`GPipe`) and a module (`file:Name`, `file.Name`). A schedule's
-            parameters may follow in parentheses.
-        ranks: how many ranks; `None` for the default. A plan has its own number.
-        microbatches: how many micro-batches; `None` for the default. A plan has its own number.
-        usual_ranks: the default number of ranks.
-
-    Raises:
-        UsageError: if the target does not exist; the message lists what does.
-    """
+    """Return the schedule, plan or trace that a command line names."""
     if has_sizes(target):
         return _read(target, {"--ranks": ranks, "--microbatches": microbatches})
     name, own = _parameters(target)
@@ -80,9 +67,6 @@ def with_settings(
     Example:
         >>> with_settings(["1f1b", "interleaved-1f1b"], ["stages_per_rank=4"], ranks=4, microbatches=8)
         ['1f1b', 'interleaved-1f1b(stages_per_rank=4)']
-
-    Raises:
-        UsageError: if every target is a plan or a trace, or has another value between its parentheses.
     """
     given = settings(texts)
     calls = [(target, {}) if has_sizes(target) else _parameters(target) for target in targets]
@@ -128,9 +112,6 @@ def _parameters(target: str) -> tuple[str, dict[str, Any]]:
     Example:
         >>> _parameters("mine.py:Lagged(lag=3, policy=eager)")
         ('mine.py:Lagged', {'lag': 3, 'policy': 'eager'})
-
-    Raises:
-        UsageError: if the parentheses hold anything else.
     """
     match = _CALL.fullmatch(target)
     if match is None:
@@ -224,11 +205,7 @@ def has_sizes(target: str) -> bool:
 
 
 def file_of(target: str) -> Path | None:
-    """Return the file that a target names, or `None` if it names a schedule of pipelab or is a plan itself.
-
-    Raises:
-        UsageError: if there is no such file; the message names those beside it.
-    """
+    """Return the file that a target names, or `None` if it names a schedule of pipelab or is a plan itself."""
     if has_sizes(target):
         return existing(target) if target.endswith((".csv", ".json")) else None
     named = _student_file(_parameters(target)[0])
@@ -241,9 +218,6 @@ def settings(texts: Iterable[str], option: str = "--set", such: str = "stages_pe
     Example:
         >>> settings(["stages_per_rank=2", "policy=eager"])
         {'stages_per_rank': 2, 'policy': 'eager'}
-
-    Raises:
-        UsageError: if a text has no `=`.
     """
     found: dict[str, Any] = {}
     for text in texts:
@@ -334,11 +308,7 @@ MOST_BYTES = 1 << 20
 
 
 def class_in(path: str, name: str) -> type[Schedule]:
-    """Return the schedule with this name in a student's file, or the only one if the name is empty.
-
-    Raises:
-        UsageError: if there is no such file or schedule, or if the file cannot be imported.
-    """
+    """Return the schedule with this name in a student's file, or the only one if the name is empty."""
     file = existing(path)
     if (size := file.stat().st_size) > MOST_BYTES:
         raise UsageError(f"{path} has {size:,} bytes, a schedule at most {MOST_BYTES:,}: is it the right file?")
@@ -349,11 +319,7 @@ def class_in(path: str, name: str) -> type[Schedule]:
 
 
 def existing(path: str) -> Path:
-    """Return the path of a file.
-
-    Raises:
-        UsageError: if there is none; the message names those beside it.
-    """
+    """Return the path of a file."""
     file = Path(path)
     if file.exists() and not file.is_file():
         what = "a folder" if file.is_dir() else "a pipe or a device"

@@ -18,11 +18,7 @@ def _named(name: str) -> Any:
 
 
 def schedule_class(name: str) -> Any:
-    """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`.
-
-    Raises:
-        EngineError: if this torch has no such class, or if its loop over the micro-batches takes other arguments.
-    """
+    """Return one of PyTorch's schedule classes, such as `ScheduleGPipe`."""
     found = _named(name)
     taken = inspect.signature(found._step_microbatches).parameters  # noqa: SLF001 - there is no public way
     takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
@@ -69,9 +65,6 @@ def order_table(schedule: Any) -> tuple[tuple[str, ...], ...]:
 
     PyTorch makes the table separately from the loop that it runs, so they may differ: in `Schedule1F1B`'s table, the
     last rank is wrong.
-
-    Raises:
-        EngineError: if this torch's schedules have no such table.
     """
     try:
         table: dict[int, Sequence[Any]] = schedule.pipeline_order

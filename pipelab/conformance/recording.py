@@ -164,9 +164,6 @@ def lowered_by_pytorch(kind: str, plan: Plan) -> tuple[list[list[str]], list[lis
         >>> rows, _ = lowered_by_pytorch("ScheduleGPipe", pipelab.GPipe(ranks=2, microbatches=1).plan())
         >>> rows[0]
         ['0F0', '0SEND_F0', '0RECV_B0', '0B0']
-
-    Raises:
-        NativeRefusalError: if PyTorch refuses the size, or the plan.
     """
     ranks_of_stages = [ranks[0] for ranks in plan.replicas.values()]
     stages_of_rank = [[s for s, r in enumerate(ranks_of_stages) if r == rank] for rank in range(plan.ranks)]

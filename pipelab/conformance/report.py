@@ -86,11 +86,7 @@ class Reference:
         return False
 
     def executed(self, plan: Plan) -> Plan:
-        """Return what PyTorch executes at a plan's size.
-
-        Raises:
-            NativeRefusalError: if PyTorch refuses the size, or the plan.
-        """
+        """Return what PyTorch executes at a plan's size."""
         if self.kind == _RUNTIME:
             return executed_by_runtime(plan)
         stages_per_rank = plan.stages // plan.ranks
@@ -101,11 +97,7 @@ class Reference:
         return Plan(rows, plan.stages, plan.microbatches)
 
     def lowered(self, plan: Plan) -> tuple[list[list[str]], list[list[str]]]:
-        """Return a plan's rows with transfers, as PyTorch places them and as its runtime runs them.
-
-        Raises:
-            NativeRefusalError: if PyTorch refuses the size, or the plan.
-        """
+        """Return a plan's rows with transfers, as PyTorch places them and as its runtime runs them."""
         return lowered_by_pytorch(self.kind, plan)
 
     def runs(self, plan: Plan) -> bool:
@@ -277,14 +269,7 @@ def conformance(
     processes: Sequence[int] = (),
     advance: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Compare schedules with the installed PyTorch.
-
-    Args:
-        names: registered schedules.
-        grid: the sizes.
-        processes: numbers of processes in which PyTorch's classes run too.
-        advance: called before every size.
-    """
+    """Compare schedules with the installed PyTorch."""
     pairs = [(name, reference) for name in names for reference in references(name)]
     with one_thread(), group_of_one():
         lines = [_line(name, reference, grid, advance) for name, reference in pairs]

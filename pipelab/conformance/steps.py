@@ -76,11 +76,7 @@ class Task:
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Make this process a process group of one, so that it runs PyTorch's pipelining without other processes.
-
-    Raises:
-        EngineError: if the process is already in a group.
-    """
+    """Make this process a process group of one, so that it runs PyTorch's pipelining without other processes."""
     if distributed.is_initialized():
         raise EngineError(
             "this process is in a process group already, and the comparison with PyTorch needs its own group: "
@@ -207,11 +203,7 @@ class JobResult:
 
 
 def run_in_processes(jobs: Sequence[Job], ranks: int, timeout: float = 120.0) -> list[JobResult]:
-    """Start `ranks` processes and run jobs in them, one after the other.
-
-    Raises:
-        EngineError: if a process fails, with its traceback, or does not answer within `timeout` seconds.
-    """
+    """Start `ranks` processes and run jobs in them, one after the other."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:

@@ -146,25 +146,12 @@ FORMATS: dict[str, dict[str, Writer]] = {
 def save(what: str, subject: object, path: str | os.PathLike[str], width: float | str | None = None) -> Path:
     """Write something to a file, in the format of its suffix.
 
-    Args:
-        what: what it is: one of `FORMATS`.
-        subject: the trace, comparison, plan or whatever it is.
-        path: the file.
-        width: of a figure: see `Trace.save`.
-
     Example:
         >>> import pipelab
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = save("a trace", pipelab.simulate(pipelab.OneFOneB(2, 2)), Path(folder) / "1f1b.txt")
         ...     print(path.read_text(encoding="utf-8").splitlines()[1])
         rank 0 │F0 F1 ······B0─── ···B1───
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if it has another suffix.
-        UsageError: if there is a width and the format is no figure.
     """
     path, writers = Path(path), FORMATS[what]
     ends = [suffix for suffix in writers if path.name.lower().endswith(suffix)]
@@ -177,11 +164,7 @@ def save(what: str, subject: object, path: str | os.PathLike[str], width: float 
 
 
 def show(trace: Trace) -> Path | None:
-    """Show a trace as a figure in a notebook, and otherwise as a page in the web browser.
-
-    Returns:
-        The page that was written, or `None` in a notebook. Without a browser, its path is printed.
-    """
+    """Show a trace as a figure in a notebook, and otherwise as a page in the web browser."""
     if _in_notebook():
         from IPython import display
 

@@ -189,12 +189,6 @@ class Lanes:
 def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
     """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has.
 
-    Args:
-        trace: what to draw.
-        scale: pixels of one unit of time.
-        lane: pixels of one rank's height.
-        words: whether labels of 12 pixels are written where they fit.
-
     Example:
         >>> import pipelab
         >>> shapes(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1)), scale=20, lane=20).count(">B0</text>")

@@ -78,10 +78,6 @@ def signed(value: float) -> str:
 def table(found: Diff, most: int | None = None) -> Table:
     """Return a row for each action, the largest effect first, and the sums in sentences.
 
-    Args:
-        found: what became of the actions.
-        most: how many rows, of actions that changed; by default, all of all actions.
-
     Example:
         >>> import pipelab
         >>> fast, slow = (pipelab.simulate(pipelab.GPipe(2, 1), pipelab.Cost(forward=f)) for f in (1, [1, 1.5]))

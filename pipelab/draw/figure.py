@@ -383,12 +383,6 @@ WIDTHS = {"beamer": 5.04, "column": 3.25, "page": 6.75}
 def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None) -> Axes:
     """Draw a trace: rank 0 on top, time from left to right, idle time hatched.
 
-    Args:
-        trace: what to draw.
-        ax: where to draw it; by default, in a new figure.
-        width: of the new figure, in inches or one of `WIDTHS`; by default, as wide as its labels need. A figure of a
-            given width has no title, because a paper has a caption.
-
     Example:
         >>> import pipelab
         >>> axes = plot(pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)))
@@ -397,9 +391,6 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
         makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1
         >>> axes.get_xlabel()
         'time (units)'
-
-    Returns:
-        The axes; `.figure` is the figure.
     """
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
@@ -413,11 +404,7 @@ def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None)
 
 
 def _inches(width: float | str | None) -> float | None:
-    """Return a width in inches.
-
-    Raises:
-        UsageError: if it is neither a name nor from 2 to 40 inches.
-    """
+    """Return a width in inches."""
     if width is None:
         return None
     found = WIDTHS.get(width) if isinstance(width, str) else width

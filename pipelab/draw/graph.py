@@ -38,17 +38,10 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
     Stages are rows, time goes from left to right, colours are ranks. Solid edges carry a value, dashed ones are the
     order along a rank, and bold ones are the critical path, which decides the makespan.
 
-    Args:
-        plan: what to draw.
-        cost: the times of the actions, for the critical path; by default forward 1, backward 2.
-
     Example:
         >>> import pipelab
         >>> print(dot(pipelab.OneFOneB(ranks=2, microbatches=1).plan()).splitlines()[0])
         digraph "OneFOneB(ranks=2, microbatches=1)" {
-
-    Raises:
-        ScheduleError: if the plan has faults.
     """
     import graphviz
 
@@ -67,24 +60,11 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
 def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
     """Write the dependency graph to a file; its suffix is `dot`, `gv`, `svg`, `png` or `pdf`.
 
-    Args:
-        plan: what to draw.
-        path: the file.
-        cost: the times of the actions, for the critical path; by default forward 1, backward 2.
-
     Example:
         >>> import pipelab, tempfile, pathlib
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(pipelab.OneFOneB(2, 2).plan(), pathlib.Path(folder) / "1f1b.dot").name
         '1f1b.dot'
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: if the suffix is none of these, if the plan is too large for a picture, or if Graphviz's program
-            `dot` is not installed (the DOT text is written all the same).
-        ScheduleError: if the plan has faults.
     """
     import graphviz
 

@@ -89,14 +89,7 @@ for (const frame of document.querySelectorAll('iframe[data-pipelab="MARK"]:not([
 
 
 def framed(source: str, alt: str, still: str, height: int) -> str:
-    """Return a page in a frame, with what viewers without scripts show instead.
-
-    Args:
-        source: the page.
-        alt: what it shows, in words.
-        still: HTML without scripts.
-        height: of the frame in pixels, until the page says its own.
-    """
+    """Return a page in a frame, with what viewers without scripts show instead."""
     packed = gzip.compress(source.replace("</body>", f"{_INSIDE}</body>").encode("utf-8", "backslashreplace"), mtime=0)
     text = base64.b85encode(packed, pad=True).translate(_LETTERS).decode()
     loader = page.lean(_LOADER, "js").replace("LENGTH", str(len(packed))).replace("DATA", text)

@@ -75,13 +75,7 @@ class _Grid:
 
 
 def plot(drawings: Sequence[Drawing], title: str, words: bool = True) -> Figure:
-    """Draw pictures one below the other.
-
-    Args:
-        drawings: the pictures.
-        title: on top.
-        words: whether titles and sentences are part of the figure; a page has them as text beside it.
-    """
+    """Draw pictures one below the other."""
     from matplotlib.figure import Figure
 
     grids: list[_Grid] = []

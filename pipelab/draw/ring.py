@@ -25,12 +25,7 @@ _CELL, _GAP = 0.26, 0.42
 
 
 def text(steps: Sequence[Sequence[Send]], chunks: Sequence[int]) -> str:
-    """Return the messages as a table: a line for each step, a column for each sender.
-
-    Args:
-        steps: by step, the messages that are on their way at the same time.
-        chunks: the numbers in each chunk.
-    """
+    """Return the messages as a table: a line for each step, a column for each sender."""
     ranks = len(chunks)
     sizes = " ".join(map(str, chunks if ranks <= _COLUMNS else [*chunks[:_COLUMNS], "…"]))
     head = f"{ranks} rank{'s' if ranks > 1 else ''}, chunks of {sizes} numbers"
@@ -65,13 +60,6 @@ def plot(steps: Sequence[Sequence[Send]], chunks: Sequence[int]) -> Figure:
 
     A column is a step, a line is a rank, and a box is a chunk. Each rank has a colour: a chunk has the colours of
     the ranks that are added up in it. A finished chunk has a bold frame; an arrow is a message.
-
-    Args:
-        steps: by step, the messages that are on their way at the same time.
-        chunks: the numbers in each chunk.
-
-    Raises:
-        UsageError: if there are more ranks than a figure has room for.
     """
     ranks = len(chunks)
     if ranks > _DRAWN:

@@ -16,13 +16,7 @@ _TOP, _UP, _WIDE, _LOW, _LEFT = 30, 8.5, 576, 275, 36
 
 
 def scatter(points: Sequence[Point], front: Sequence[Point] = (), link: str = "") -> str:
-    """Return bubbles against memory as an SVG. What is larger lies on the upper or the right edge, with its number.
-
-    Args:
-        points: schedules, each a dot with its name.
-        front: building blocks, from the least memory on: a line of steps.
-        link: where a name leads, with `{}` for the schedule's; by default, names are no links.
-    """
+    """Return bubbles against memory as an SVG. What is larger lies on the upper or the right edge, with its number."""
     ranks, microbatches = points[0].trace.ranks, points[0].trace.plan.microbatches
     most = max(1, min(2 * ranks, microbatches))
     right, every = _WIDE / most, 1 + most // 9

@@ -65,13 +65,6 @@ class Ruler:
 
         The scales, in this order: a blank after each label; labels side by side; the forwards' labels cut, but the
         others whole, so that their numbers can be read.
-
-        Args:
-            lanes: the timelines that share the ruler.
-            ranks: the drawn ranks.
-            room: how many columns there are.
-            squeeze: whether to cut all labels before anything is left out.
-            bands: into how many bands it may be folded.
         """
         span = max(each.span for each in lanes)
         cells = _usual_cells(lanes, list(ranks))
@@ -247,11 +240,6 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     drawn smaller as long as the numbers can be read. Then it is folded into bands, one below the other. Where these
     would be more than a screen, its middle is left out: a count is there, and what repeats, such as `FB x 253`.
 
-    Args:
-        trace: what to draw.
-        width: the characters of a line; by default `COLUMNS`, or the terminal's width, or 120 without a terminal.
-        colour: whether to write colour codes; by default, only to a terminal and without `NO_COLOR`.
-
     Example:
         >>> import pipelab
         >>> print(timeline(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=3)), width=100, colour=False))
@@ -283,11 +271,6 @@ def _wrapped(head: str, width: int) -> list[str]:
 
 def comparison(comparison: Comparison, width: int | None = None, colour: bool | None = None) -> str:
     """Return several traces: a table of their figures, then their timelines, on one axis if their units agree.
-
-    Args:
-        comparison: what to draw.
-        width: the characters of a line; by default `COLUMNS`, or the terminal's width, or 120 without a terminal.
-        colour: whether to write colour codes; by default, only to a terminal and without `NO_COLOR`.
 
     Example:
         >>> import pipelab

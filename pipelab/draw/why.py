@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
-    """Return why a rank is idle at a time, or runs what it runs; see `Trace.why`.
-
-    Raises:
-        UsageError: if there is no such rank, or the time is outside of the trace.
-    """
+    """Return why a rank is idle at a time, or runs what it runs; see `Trace.why`."""
     if not 0 <= rank < trace.ranks:
         raise UsageError(f"rank {rank}: the trace has ranks 0 to {trace.ranks - 1}")
     if not trace.start <= at <= trace.end:

@@ -23,12 +23,6 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Se
 
     If the lines would be wider than `width`, long heads are wrapped; then the first column is cut.
 
-    Args:
-        rows: the cells, heads first.
-        width: the most characters of a line.
-        least: the fewest characters of the first column.
-        left: the places of all columns that are flush left.
-
     Example:
         >>> rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
         >>> print(*columns(rows, width=80), sep="\n")

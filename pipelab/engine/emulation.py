@@ -94,12 +94,6 @@ class EmulatedStage(nn.Module):
     Its gradients are real, so a pipeline of such stages can be verified like any other. A full backward (`B`) takes
     `backward_ms`; of a split one, `I` takes one part and `W` the other. On stage 0, where `I` does nothing, `W` takes
     all of it.
-
-    Args:
-        forward_ms: milliseconds that a forward takes.
-        backward_ms: milliseconds that a backward takes.
-        input_grad_ms: the part of `backward_ms` that the input's gradient takes; by default, half.
-        all_reduce_ms: milliseconds that the all-reduce of its gradient takes, if the stage is on several ranks.
     """
 
     def __init__(
@@ -198,11 +192,7 @@ def instantly(model: nn.Module) -> Iterator[None]:
 
 
 def _each(name: str, value: float | Sequence[float], stages: int) -> list[float]:
-    """Return one time per stage.
-
-    Raises:
-        CostError: if there are not as many, or one is negative.
-    """
+    """Return one time per stage."""
     each = [value] * stages if isinstance(value, (int, float)) else list(value)
     if len(each) != stages:
         raise CostError(f"{name} has {len(each)} numbers for {stages} stages: give one number, or one per stage")

@@ -50,11 +50,7 @@ def load_optimizer_state(
     here: Collection[nn.Parameter],
     saved: Mapping[str, Any],
 ) -> None:
-    """Give the parameters that learn in this process their saved state, and their groups the saved settings.
-
-    Raises:
-        UsageError: if the state of one is missing, or if a group's parameters were saved with different settings.
-    """
+    """Give the parameters that learn in this process their saved state, and their groups the saved settings."""
     kinds: dict[str, dict[str, dict[str, Any]]] = {"state": defaultdict(dict), "param_groups": defaultdict(dict)}
     for full, value in saved.items():
         kind, _, rest = full.partition(".")

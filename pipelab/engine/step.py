@@ -99,9 +99,6 @@ def run_action(
     """Run a rank's next action between two readings of its clock; return its output for another stage.
 
     Backwards and updates run outside of the caller's autocast, as in plain training.
-
-    Raises:
-        StageError: if the output has NaN or infinity, and the step looks for them.
     """
     kept, mark = rank.kept[stage.index], rank.stream.mark
     had_nan = step.watch_nan and _batch_has_nan(action, stage, given)

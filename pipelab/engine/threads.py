@@ -106,14 +106,7 @@ class ThreadsEngine(Engine):
     def run(
         self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False
     ) -> ThreadsStep:
-        """Run all micro-batches; return the step, its values complete.
-
-        Raises:
-            StageError: if a stage or the loss raised; the original error is the cause.
-            StepTimeoutError: if nothing moved for `timeout` seconds.
-            UsageError: if the engine was closed.
-            KeyboardInterrupt: if the caller was interrupted; the workers are stopped first.
-        """
+        """Run all micro-batches; return the step, its values complete."""
         if not self._closer.alive:
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
@@ -165,11 +158,7 @@ class ThreadsEngine(Engine):
         self._closer()
 
     def _wait(self, step: ThreadsStep, done: Outcomes, running: dict[Worker, int]) -> Outcome | None:
-        """Wait until every worker has done its row; or return the first outcome that is an error.
-
-        Raises:
-            StepTimeoutError: if nothing moved for `timeout` seconds.
-        """
+        """Wait until every worker has done its row; or return the first outcome that is an error."""
         moved = lambda: [(each.position, each.computing) for each in step.ranks]  # noqa: E731 - it reads best in place
         for outcome, quiet in outcomes(done, moved, self.timeout):
             if outcome is not None:
@@ -430,15 +419,7 @@ def instructions(
     *,
     backward: bool,
 ) -> list[Row]:
-    """Return every rank's instructions for a legal plan; only the forwards' unless `backward`.
-
-    Args:
-        bound: the plan, bound.
-        runners: by stage and rank, what runs the stage there.
-        first: likewise, what runs its first micro-batch, where that is something else.
-        streams: what each rank computes on.
-        backward: whether there is more than forwards.
-    """
+    """Return every rank's instructions for a legal plan; only the forwards' unless `backward`."""
     codes = bound.codes
     rows: list[Row] = []
     for rank, row in enumerate(bound.rows):
@@ -510,11 +491,7 @@ class Barrier:
         self._launched: list[Any] = []  # events of the ranks' kernels, for which all their streams wait
 
     def meet(self, rank: int, stream: RankStream) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            BrokenBarrierError: if the step was stopped.
-        """
+        """Wait for all ranks."""
         if stream.send is not None:
             self._launched.append(stream.send(None))
         self.absent.discard(rank)

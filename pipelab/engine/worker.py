@@ -108,13 +108,7 @@ def _live(jobs: Jobs, ready: threading.Event, threads: int) -> None:
 def outcomes(
     done: Outcomes, progress: Callable[[], object], timeout: float | None
 ) -> Iterator[tuple[Outcome | None, float]]:
-    """Yield each outcome as it arrives; in between, `None` and the number of seconds without progress.
-
-    Args:
-        done: the queue of the outcomes.
-        progress: returns something that changes with every progress of the work.
-        timeout: seconds after which the caller will stop; the shorter, the more often this loop checks.
-    """
+    """Yield each outcome as it arrives; in between, `None` and the number of seconds without progress."""
     # Python handles a signal that arrives just before a wait after it: so no wait is long.
     pause = _PAUSE_SECONDS if timeout is None else min(_PAUSE_SECONDS, timeout / 8)
     seen, since = progress(), time.monotonic()

@@ -22,11 +22,6 @@ def believable(measured: float, predicted: float | None, others: float) -> bool:
     Example:
         >>> believable(110, 100, others=0.02), believable(120, 100, others=0.02), believable(110, 100, others=0.3)
         (True, False, False)
-
-    Args:
-        measured: the figure.
-        predicted: what it should be; `None` if there is no prediction.
-        others: the share of the processor, all cores together, that other programs used meanwhile, from 0 to 1.
     """
     return others <= _NOTICED and (predicted is None or abs(measured - predicted) <= _OFF * abs(predicted))
 
@@ -62,11 +57,7 @@ class Watch:
         self.own, self._used, self._whole = self.own + own, self._used + used, self._whole + whole
 
     def others(self, own: float | None = None) -> float:
-        """Return the share of the processor that other programs used, from 0 to 1; 0 on systems without `/proc/stat`.
-
-        Args:
-            own: processor seconds of all processes that were measured; by default, of this one alone.
-        """
+        """Return the share of the processor that other programs used, from 0 to 1; 0 without `/proc/stat`."""
         used = self._used - (self.own if own is None else own) - (os.cpu_count() or 1) / _TICKS  # a tick may be cut
         return max(0.0, used / self._whole) if self._whole else 0.0
 

@@ -83,17 +83,6 @@ def trainings(
 
     The first row is the threads engine's own all-reduce: one pipeline of all devices, whose replicas share one model.
     One device that trains on the whole batch is what all are compared with.
-
-    Args:
-        stages: how many stages the model has; each has 120 parameters.
-        replicas: how many pipelines share the batch.
-        microbatches: how many micro-batches each of them runs.
-        codecs: how gradients travel around the ring, as for `pipelab.ring_all_reduce`.
-        steps: how many steps of SGD.
-        schedule: the schedule of each pipeline.
-
-    Raises:
-        UsageError: if there is no such codec.
     """
     for name in codecs:
         codec_of(name)

@@ -106,12 +106,6 @@ def fit_amdahl(times: Mapping[int, float]) -> Amdahl | None:
 
     The time of one process is taken as measured, so the law has one unknown, the serial fraction `s`: for every other
     number of processes `n`, `T(n) / T(1) - 1 / n = s (1 - 1 / n)`.
-
-    Args:
-        times: by number of processes, the time of a step.
-
-    Returns:
-        The fit; `None` without the times of 1 process and of another number.
     """
     others = [count for count in times if count != 1]
     if 1 not in times or not others:
@@ -144,18 +138,6 @@ def run_job(job: Job, timeout: float = 600.0) -> dict[str, Any]:
     """Run a job in its own processes; return what rank 0 measured.
 
     No process is left behind: neither by an error or an interrupt, nor if this process is killed.
-
-    Args:
-        job: the job.
-        timeout: seconds after which the processes are ended.
-
-    Returns:
-        `times_ms`, one for each step that counts, by rank 0's clock; `alone_ms`, of some steps without the all-reduce;
-        `loss`, of the last step; `devices`, that `DataParallel` found; `others`, the share of the processor that other
-        programs used; and for each rank `rank_ms`, `utilisation` and `memory_mb`.
-
-    Raises:
-        EngineError: if a process failed, naming the first one; or if they did not end in time.
     """
     _store, shared = loopback_job(job.processes)
     shared["OMP_NUM_THREADS"] = str(job.threads)

@@ -92,11 +92,7 @@ def next_byte_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tenso
 
 
 def standard_library(limit: int = 4_000_000) -> torch.Tensor:
-    """Return the source text of Python's standard library, in order of file names, as bytes `[at most limit]`.
-
-    Raises:
-        UsageError: if this Python has no library sources.
-    """
+    """Return the source text of Python's standard library, in order of file names, as bytes `[at most limit]`."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -109,14 +105,7 @@ def standard_library(limit: int = 4_000_000) -> torch.Tensor:
 
 
 class Batches:
-    """Random pieces of a text, the same ones for the same seed.
-
-    Args:
-        text: the bytes.
-        rows: pieces per batch.
-        length: bytes per piece.
-        seed: chooses the pieces.
-    """
+    """Random pieces of a text, the same ones for the same seed."""
 
     def __init__(self, text: torch.Tensor, rows: int, length: int, seed: int = 0) -> None:
         """Start the stream of pieces."""

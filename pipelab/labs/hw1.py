@@ -53,11 +53,7 @@ class Run:
 
 
 def shape_of(model: str) -> tuple[int, int]:
-    """Return the width and the depth of a model: a preset's name, or both as in `512x4`.
-
-    Raises:
-        UsageError: if it is neither.
-    """
+    """Return the width and the depth of a model: a preset's name, or both as in `512x4`."""
     if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", model):
         return int(found[1]), int(found[2])
     if model not in PRESETS:
@@ -76,20 +72,7 @@ def runs(
     seed: int = 0,
     threads: int = 1,
 ) -> list[Run]:
-    """Return what is measured, row by row.
-
-    Args:
-        models: presets' names, or width x depth, such as `512x4`.
-        processes: the numbers of processes; 1, to which the others are compared, is always among them.
-        experiment: one of `EXPERIMENTS`; `None` for strong scaling, and DataParallel against DDP.
-        batch: rows of the global batch, which the processes share.
-        steps: how many steps, of which the first five are dropped.
-        seed: of weights and data.
-        threads: how many threads each process computes with.
-
-    Raises:
-        UsageError: if a size is not possible, or the machine has too little memory.
-    """
+    """Return what is measured, row by row."""
     if experiment is not None and experiment not in EXPERIMENTS:
         raise UsageError(f"experiment {experiment!r}: expected one of {', '.join(EXPERIMENTS)}")
     if steps < DROPPED + 2:
@@ -126,15 +109,7 @@ def runs(
 
 
 def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dict[str, Any]]:
-    """Measure runs one after another; yield a row for each.
-
-    Args:
-        planned: what `runs` returned.
-        timeout: seconds that each run may take.
-
-    Raises:
-        EngineError: if a process fails or is killed, naming its rank; or if a run takes too long.
-    """
+    """Measure runs one after another; yield a row for each."""
     ones: dict[tuple[str, int, float], float] = {}  # the step time of one process, by model, batch and delay
     for run in planned:
         job, found = run.job, run_job(run.job, timeout)

@@ -58,12 +58,7 @@ def landing(sizes: Sequence[int]) -> str:
 
 
 class LinearStack(nn.Module):
-    """The homework's model: equal layers, of which each first brings its input to its own device with `.to()`.
-
-    Args:
-        width: features of every layer.
-        devices: the device of each layer.
-    """
+    """The homework's model: equal layers, of which each first brings its input to its own device with `.to()`."""
 
     def __init__(self, width: int, devices: Sequence[torch.device | str]) -> None:
         super().__init__()
@@ -115,11 +110,6 @@ def count_transfers(sizes: Sequence[int], width: int = 8, batch: int = 4) -> Tra
     """Count what one forward pass of the homework's model moves, on any machine.
 
     The devices are emulated: `cuda:0`, `cuda:1` and so on, whether or not this machine has them.
-
-    Args:
-        sizes: how many layers each device holds.
-        width: features of every layer.
-        batch: rows of the batch, which begins on the processor.
     """
     devices = [torch.device("cuda", device) for device, size in enumerate(sizes) for _ in range(size)]
     with torch.no_grad(), emulated(len(sizes)), torch.random.fork_rng([]):
@@ -140,16 +130,6 @@ def measurements(
     """Measure the stack for every depth: in two halves, then spread evenly over each number of devices.
 
     The devices are this machine's GPUs; where there are none, each is a thread of the processor.
-
-    Args:
-        depths: how many layers.
-        devices: how many devices.
-        width: features of every layer.
-        batch: rows of the batch, which passes through all devices in one piece.
-        steps: how many steps are measured, after one to warm up; the row has their median.
-
-    Raises:
-        SplitError: if there are fewer layers than devices.
     """
     for depth in depths:
         linear_stack(1, depth, max(2, *devices))  # refuses too few layers

@@ -44,24 +44,6 @@ class Hybrid:
 
     Each replica is a pipeline with one stage on each of its devices, and runs its own micro-batches. At the end each
     stage's gradients are all-reduced around a ring of its replicas.
-
-    Args:
-        stages: how many stages the model has, and each replica devices.
-        replicas: how many copies of the pipeline share the mini-batch.
-        microbatches: how many micro-batches each replica runs.
-        forward: milliseconds that one stage takes for one micro-batch forward.
-        backward: milliseconds that one stage takes for one micro-batch backward.
-        ring_step: milliseconds of one step of the ring, whatever it sends; there are `2 * (replicas - 1)`.
-        schedule: the schedule of each pipeline.
-        rows: rows of one micro-batch.
-        weights: memory of one stage's weights, in any unit; its gradients take as much again.
-        activation: memory of what one stage keeps of one micro-batch until its backward, in the same unit.
-
-    Raises:
-        UsageError: if a size is not a positive whole number, all times are 0, or the schedule puts several stages on a
-            rank.
-        CostError: if a time is negative.
-        ScheduleError: if the schedule does not exist at these sizes.
     """
 
     stages: int
@@ -205,16 +187,6 @@ def same_work(
         >>> jobs = same_work([(1, 1), (2, 2), (4, 2)], microbatches=16, forward=100, backward=160, ring_step=20)
         >>> [job.response_time for job in jobs], [job.alone.makespan for job in jobs]
         ([4160.0, 1210.0, 755.0], [4160.0, 4160.0, 4160.0])
-
-    Args:
-        layouts: the numbers of stages and of replicas.
-        microbatches: the micro-batches of the mini-batch, which the replicas share evenly.
-        forward: milliseconds that the whole model takes for one micro-batch forward; each stage takes an equal part.
-        backward: likewise, backward.
-        more: further arguments of `Hybrid`; `weights` and `activation` are the whole model's.
-
-    Raises:
-        UsageError: if the replicas cannot share the micro-batches evenly.
     """
     jobs = []
     for stages, replicas in layouts:
@@ -256,10 +228,6 @@ _COLUMNS = {
 
 def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     """Return the jobs' figures as a table, whose notes define each figure and name the work.
-
-    Args:
-        jobs: the jobs.
-        memory_unit: the unit of their memory.
 
     Example:
         >>> jobs = same_work([(1, 1), (2, 2)], microbatches=16, forward=100, backward=160, ring_step=20)
@@ -321,10 +289,6 @@ def measured(jobs: Sequence[Hybrid], steps: int = 3) -> Iterator[dict[str, Any]]
 
     The devices are threads that sleep as long as each action takes, the all-reduce included; every run's gradients are
     verified.
-
-    Args:
-        jobs: the jobs.
-        steps: how many mini-batches are measured, after one to warm up; the row has the one of median length.
     """
     from pipelab.labs.running import run_all
 

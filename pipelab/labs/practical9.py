@@ -66,21 +66,6 @@ def measurements(
     """Measure every method with every number of micro-batches, always on the same batch; yield a row for each.
 
     The whole batch is measured one time, and its row is repeated for each number of micro-batches.
-
-    Args:
-        ranks: how many ranks there are.
-        counts: the numbers of micro-batches.
-        width: features of every layer.
-        depth: how many layers.
-        batch: rows of the batch.
-        emulate: milliseconds that a stage takes forward and backward for the whole batch, on emulated devices; `None`
-            for real layers.
-        steps: how many steps are measured; the row shows the one of median length.
-
-    Raises:
-        BatchError: if the batch has fewer rows than micro-batches.
-        SplitError: if there are fewer layers than ranks.
-        UsageError: if the emulated stages take no time.
     """
     if emulate is not None and not sum(emulate) > 0:
         raise UsageError(f"emulate={emulate}: a step without any time has nothing to compare")
@@ -138,12 +123,7 @@ def _timed(trace: Trace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
-    """Return the table of measured rows, the numbers of micro-batches side by side, and what they mean.
-
-    Args:
-        rows: what `measurements` made.
-        remarks: sentences right below the table, such as a warning.
-    """
+    """Return the table of measured rows, the numbers of micro-batches side by side, and what they mean."""
     columns = [
         Column("method"),
         Column("microbatches", "M"),

@@ -93,16 +93,7 @@ def make_jobs(
     batch: int = 256,
     emulate: tuple[float, float] | None = None,
 ) -> list[Job]:
-    """Return what runs plans on a stack of linear layers, or on emulated devices.
-
-    Args:
-        plans: the plans.
-        shares: for each plan, into how many micro-batches it divides the emulated times.
-        width: features of every layer.
-        depth: how many layers.
-        batch: rows of the batch.
-        emulate: milliseconds that a stage's forward and backward take on emulated devices; `None` for real layers.
-    """
+    """Return what runs plans on a stack of linear layers, or on emulated devices."""
     if emulate is None:
         placements = [tuple(plan.replicas.values()) for plan in plans]
         models = {each: linear_stack(width, depth, len(each)) for each in set(placements)}
@@ -119,11 +110,6 @@ def run_all(jobs: Sequence[Job], steps: int, report: Callable[[str, float], None
 
     Several jobs take turns, one step each, so that other programs on the machine disturb all of them alike. Emulated
     stages take time only in the measured steps, not in the warm-up and in the verification.
-
-    Args:
-        jobs: the jobs.
-        steps: how many steps of each are measured, after one step to warm up.
-        report: called before each turn with its name and the finished fraction of all turns, from 0 to 1.
     """
     turns, each = (1, steps) if len(jobs) == 1 else (steps, 1)
     traces: list[list[Trace]] = [[] for _ in jobs]

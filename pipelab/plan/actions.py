@@ -442,11 +442,7 @@ def finite(value: Any) -> float | None:
 
 
 def parse_item(text: str, where: str) -> Item:
-    """Read one action, or one overlapped pair, in PyTorch's notation.
-
-    Raises:
-        FormatError: if it is neither; the message starts with `where`.
-    """
+    """Read one action, or one overlapped pair, in PyTorch's notation."""
     text = text.strip()
     try:
         if text.startswith("(") and text.endswith(")OVERLAP_F_B"):

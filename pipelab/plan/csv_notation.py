@@ -58,11 +58,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def parse_row(text: object, rank: int) -> list[Item]:
-    """Read the actions of one rank, separated by blanks or commas; `rank 0 |` may come first, as `print(plan)` has it.
-
-    Raises:
-        FormatError: if it is not a text, if a word is not an action, or if the row names another rank.
-    """
+    """Read the actions of one rank, separated by blanks or commas; `rank 0 |` may come first, as in `print(plan)`."""
     if not isinstance(text, str):
         raise FormatError(
             f"Plan.parse takes a text, or a list with one text per rank; of rank {rank} is {shorten(text)}"
@@ -72,11 +68,7 @@ def parse_row(text: object, rank: int) -> list[Item]:
 
 
 def _unnumbered(text: str, rank: int, where: str) -> str:
-    """Return a row without the `rank 0 |` at its beginning.
-
-    Raises:
-        FormatError: if it names another rank.
-    """
+    """Return a row without the `rank 0 |` at its beginning."""
     match = _RANK.match(text)
     if match is None:
         return text
@@ -86,15 +78,7 @@ def _unnumbered(text: str, rank: int, where: str) -> str:
 
 
 def read_rows(text: str, name: str) -> list[list[Item]]:
-    """Read every rank's actions. Empty cells are idle; empty lines at the end are ignored; a cell may hold several.
-
-    Args:
-        text: what the file holds.
-        name: what messages call the file.
-
-    Raises:
-        FormatError: if a cell is not an action, with its line and column; if a line between others is empty.
-    """
+    """Read every rank's actions. Empty cells are idle; empty lines at the end are ignored; a cell may hold several."""
     rows: list[list[Item]] = []
     lines = csv.reader(io.StringIO(text, newline=""))
     empty = 0

@@ -200,12 +200,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def students_line(error: BaseException, otherwise: Callable[..., object] | None = None) -> str:
-    """Return where a student's code raised: file, line number and text of the line.
-
-    Args:
-        error: what was raised.
-        otherwise: the student's function that was called, for errors that none of its lines raised.
-    """
+    """Return where a student's code raised: file, line number and text of the line."""
     frames = traceback.extract_tb(error.__traceback__)
     if otherwise is not None and all(in_a_library(frame.filename) for frame in frames):
         return line_of_function(otherwise) or line_of(frames)

@@ -38,15 +38,7 @@ class Traversal:
 def traverse(
     bound: BoundPlan, given: Collection[int] = (), excused: Collection[int] = (), atomic_pairs: bool = False
 ) -> Traversal:
-    """Walk through a plan.
-
-    Args:
-        bound: the plan, bound.
-        given: values that are there from the start, because no action gives them.
-        excused: codes that need not wait, because they are known to be faulty.
-        atomic_pairs: whether an overlapped pair starts only when the inputs of both its halves are there, and gives
-            both values at its end.
-    """
+    """Walk through a plan."""
     codes, rows = bound.codes, bound.rows
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     pairs = bound.pairs if atomic_pairs else frozenset()
@@ -157,9 +149,6 @@ Link = tuple[int, int]
 class Network:
     """Jobs by number, each of which begins when all that it follows has ended and has travelled to it.
 
-    Args:
-        follows: for each job, those that it follows, each with the number of what travels from there, or `NOTHING`.
-
     Attributes:
         follows: the same.
         order: the jobs in an order in which each comes after those that it follows; without those that wait in a
@@ -197,13 +186,7 @@ class Network:
     def starts(
         self, lasts: Sequence[Any], lags: Sequence[float] = (0.0,), latest: Callable[[list[Any]], Any] = max
     ) -> list[Any]:
-        """Return when each job begins at the earliest.
-
-        Args:
-            lasts: how long each job lasts: numbers, or arrays with a number for each of many draws.
-            lags: how long each thing travels, by its number; the last is 0, for `NOTHING`.
-            latest: returns the latest of several times.
-        """
+        """Return when each job begins at the earliest."""
         starts: list[Any] = [0.0] * len(lasts)
         ends: list[Any] = [0.0] * len(lasts)
         for job in self.order:

@@ -10,11 +10,6 @@ from pipelab.plan.fault import Fault, line_of_function, shorten
 def misfit(name: str, function: object, *given: str) -> Fault | None:
     """Return the fault of a function that cannot be called with these arguments, or `None`.
 
-    Args:
-        name: what the function is called.
-        function: the student's function, or a bound method.
-        given: what the arguments are called.
-
     Example:
         >>> def of_stage(stage): ...
         >>> misfit("place", of_stage, "microbatch", "stage").hint

@@ -122,12 +122,6 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
 
     Where each half of a pair needs what only comes from the other half, rows exist for `"at-use"` alone, and hang.
 
-    Args:
-        bound: the plan.
-        order: where its sends and receives are.
-        by_time: for the order `"by-time"`, all values that cross in the order in which they are to cross.
-        runtime: if given, the rows have all words of this runtime of PyTorch, for sharded models and for waiting.
-
     Example:
         >>> from pipelab import Plan
         >>> lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use").words()[1]
@@ -241,15 +235,7 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
 def residence(
     bound: BoundPlan, items: Sequence[tuple[int, ...]], most: int, ahead: int, by_age: bool = True
 ) -> Iterator[list[Step]]:
-    """Yield the gathers and frees that PyTorch puts before each of a rank's items, and those after the last one.
-
-    Args:
-        bound: the plan.
-        items: what the rank computes, pairs as pairs.
-        most: how many of the coming stages stay gathered.
-        ahead: how many of them are gathered.
-        by_age: whether stages are freed in the order in which they were gathered, as from PyTorch 2.15 on.
-    """
+    """Yield the gathers and frees that PyTorch puts before each of a rank's items, and those after the last one."""
     active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is a set's
     aged: list[int] = []
     for coming in _coming_stages(bound, items):
@@ -276,11 +262,7 @@ def _own_moves(bound: BoundPlan, rank: int, items: Sequence[tuple[int, ...]]) ->
 
 
 def lookaheads(given: Lookahead, ranks: int, most: int = ACTIVE_STAGES) -> Sequence[int]:
-    """Return, by rank, for how many of its coming stages it gathers weights.
-
-    Raises:
-        UsageError: if it is neither a word nor a number for each rank.
-    """
+    """Return, by rank, for how many of its coming stages it gathers weights."""
     if given == "full":
         return [most] * ranks
     if given == "auto":

@@ -82,11 +82,7 @@ class Work:
     lines: tuple[tuple[int, ...], ...]
 
     def rooms(self, caps: Sequence[int]) -> list[int]:
-        """Return how much of `held`, and of gradients, fits on each rank beside what is always there.
-
-        Raises:
-            UsageError: if there is no room for a single one.
-        """
+        """Return how much of `held`, and of gradients, fits on each rank beside what is always there."""
         bound = self.plan.bound
         rooms = [cap - (sum(self.memory.always(bound, rank)) if self.memory else 0) for rank, cap in enumerate(caps)]
         for rank, (room, held) in enumerate(zip(rooms, self.held, strict=True)):

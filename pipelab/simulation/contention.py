@@ -17,13 +17,7 @@ Times = tuple[list[float], list[float], list[float]]
 
 
 def contended(plan: Plan, cost: Cost, paired: list[float] | None) -> Times:
-    """Return the start and end of every code of a legal plan, and the travel time of every value.
-
-    Args:
-        plan: the plan.
-        cost: how long everything takes.
-        paired: by slot, the time of an overlapped pair as one slot; `None` if its halves run one after the other.
-    """
+    """Return the start and end of every code of a legal plan, and the travel time of every value."""
     clock = _Clock(plan, cost, paired)
     clock.run()
     return clock.begun, clock.ended, clock.delay

@@ -471,11 +471,7 @@ class Cost:
 
 
 def as_cost(cost: Cost | None) -> Cost:
-    """Return a cost, by default forward 1, backward 2 and free transfers.
-
-    Raises:
-        TypeError: if it is no `Cost`.
-    """
+    """Return a cost, by default forward 1, backward 2 and free transfers."""
     if cost is not None and not isinstance(cost, Cost):
         raise TypeError(f"cost={cost!r}: expected a Cost, such as pipelab.Cost(forward=1, backward=2)")
     return cost or Cost()

@@ -146,11 +146,7 @@ def optimum(
 
 
 def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Iterator[Trace]:
-    """Yield orders within the caps that need no solver: the plan's own, two policies, one micro-batch after another.
-
-    Raises:
-        UsageError: if no order keeps the caps.
-    """
+    """Yield orders within the caps that need no solver: the plan's own, two policies, one micro-batch after another."""
     codes, rooms = work.plan.bound.codes, None if caps is None else work.rooms(caps)
     for rank, (held, room) in enumerate(zip(work.held, rooms or (), strict=False)):
         visits = Counter[int]()
@@ -248,12 +244,7 @@ class _Program:
     """A plan's work as a constraint program, in ticks."""
 
     def __init__(self, work: Work, caps: Sequence[int] | None, tick: float, bound: float, best: Trace) -> None:
-        """Write the program: what needs what, one action at a time on each rank, the caps; and the best order so far.
-
-        Raises:
-            UsageError: if OR-tools is not installed.
-            CostError: if forwards take no time and there is a cap.
-        """
+        """Write the program: what needs what, one action at a time on each rank, the caps; and the best order."""
         try:
             from ortools.sat.python import cp_model
         except ImportError as error:

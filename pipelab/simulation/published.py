@@ -19,13 +19,6 @@ def model_flops(parameters: float, layers: int, hidden: int, sequence: int, toke
     `12 * layers * hidden * sequence` in attention (PaLM, arXiv:2204.02311, appendix B, where `hidden` is `H * Q`, heads
     times their size). What a program computes twice to save memory does not count.
 
-    Args:
-        parameters: how many parameters the model has; of a mixture of experts, those that a token passes.
-        layers: how many transformer layers.
-        hidden: the width of a layer.
-        sequence: how many tokens a sequence has.
-        tokens: how many tokens the step trains on: sequences of the whole batch times `sequence`.
-
     Example:
         >>> f"{model_flops(parameters=175e9, layers=96, hidden=12288, sequence=2048, tokens=1536 * 2048):.3g}"
         '3.39e+18'
@@ -36,20 +29,11 @@ def model_flops(parameters: float, layers: int, hidden: int, sequence: int, toke
 def mfu(flops: float, seconds: float, devices: int, peak: float) -> float:
     """Return the model FLOPs utilisation of a step: which share of the devices' peak the model's own work is, 0 to 1.
 
-    Args:
-        flops: the step's model FLOPs, from `model_flops`.
-        seconds: how long the step took.
-        devices: how many devices worked on it.
-        peak: how many floating-point operations one device makes in a second at most.
-
     Example:
         A bubble of a quarter limits a step that otherwise runs at full speed to 75 %:
 
         >>> mfu(flops=75e15, seconds=10.0, devices=8, peak=1.25e15)
         0.75
-
-    Raises:
-        UsageError: if `seconds` or `peak` is not positive, or `devices` is not a positive whole number.
     """
     if not (seconds > 0 and peak > 0):
         raise UsageError(f"seconds={seconds:g}, peak={peak:g}: expected positive numbers")
@@ -111,16 +95,7 @@ class TrainingSetup:
         return mfu(self.flops, self.seconds, self.devices, self.peak)
 
     def sizes(self, microbatch: int = 1) -> dict[str, int]:
-        """Return the size of one pipeline: `OneFOneB(**setup.sizes())`.
-
-        Args:
-            microbatch: how many sequences a micro-batch has; 1 gives the smallest bubble. The tables do not state it.
-                Megatron-LM's script for its table (`examples/academic_paper_scripts/sc21/run_table_1.sh`) has 4 for
-                39B, 2 for 76B and 146B, and 1 for the larger ones.
-
-        Raises:
-            UsageError: if a replica's sequences are no multiple of it.
-        """
+        """Return the size of one pipeline: `OneFOneB(**setup.sizes())`."""
         sequences = self.batch // self.replicas
         if sequences % require_size("microbatch", microbatch):
             raise UsageError(f"microbatch={microbatch}: a replica's {sequences} sequences are no multiple of it")

@@ -205,12 +205,7 @@ def lower(
 def on_the_wire(
     plan: Plan, cost: Cost, paired: list[float] | None, order: Order, transport: Transport, sends: int | None = None
 ) -> Trace:
-    """Return the trace of a legal plan whose transfers wait for each other, with at most so many sends under way.
-
-    Raises:
-        ScheduleError: if sends and receives wait for each other in a circle.
-        UsageError: if no order of waits keeps to the number of sends.
-    """
+    """Return the trace of a legal plan whose transfers wait for each other, with at most so many sends under way."""
     _refuse(plan, "by-time", transport)
     bound, action = plan.bound, plan.bound.codes.action
     low = _lowering(plan, cost, order, transport)

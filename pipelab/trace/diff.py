@@ -251,9 +251,6 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
 
     If one of the units has no name that pipelab knows, the times are such that all actions together take as long in
     both traces. The trace's note says which factor it is.
-
-    Raises:
-        UsageError: if the units do not say the factor, and the actions of one of the traces take no time.
     """
     if trace.unit == other.unit:
         return trace

@@ -102,16 +102,7 @@ def base_of(path: str, data: Mapping[str, Any]) -> float:
 
 
 def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
-    """Read one rank's events.
-
-    Args:
-        path: the file's name.
-        data: what it holds.
-        ahead: how much later its times begin to count than the first file's, in microseconds.
-
-    Raises:
-        FormatError: if an event that counts has no start or length.
-    """
+    """Read one rank's events."""
     events, about = data["traceEvents"], data.get("distributedInfo")
     if not isinstance(events, list):
         raise FormatError(f"{path}: 'traceEvents' is {shorten(events)}: expected a list")
@@ -234,11 +225,7 @@ def _within(rows: list[Span], start: float, end: float) -> list[Span]:
 
 
 def whole_steps(file: File) -> list[list[Ran]]:
-    """Return the steps of one rank that the profiler saw from their first action to their last.
-
-    Raises:
-        FormatError: if there is none.
-    """
+    """Return the steps of one rank that the profiler saw from their first action to their last."""
     steps: list[list[Ran]] = [[]]
     begun: set[tuple[int | None, int | None]] = set()
     for ran in _ran(file):
@@ -289,17 +276,7 @@ class _Times(NamedTuple):
 
 
 def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str) -> dict[str, Any]:
-    """Return the arguments of `Trace` from the files of all ranks; see `Trace.load`.
-
-    Args:
-        files: for each rank, the file's name and its data.
-        step: which step, from 0; `None` for the one of median length.
-        name: what the trace is called.
-
-    Raises:
-        FormatError: if they are not the profiles of one pipeline's steps; the message says what is wrong and where.
-        UsageError: if there is no such step.
-    """
+    """Return the arguments of `Trace` from the files of all ranks; see `Trace.load`."""
     read: list[File] = []
     origin: float | None = None
     for path, data in files:
@@ -357,11 +334,7 @@ def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str)
 
 
 def _in_order(files: list[File]) -> list[File]:
-    """Return the files in the order of the ranks, each with actions on its own stages.
-
-    Raises:
-        FormatError: if two hold the same actions, or one of their neighbours is missing.
-    """
+    """Return the files in the order of the ranks, each with actions on its own stages."""
     if all(each.spans["label"] for each in files):
         files = sorted(
             files, key=lambda each: min(action.stage or 0 for ran in each.steps[0] for action in ran.actions)
@@ -400,11 +373,7 @@ def _require_ends(files: Sequence[File]) -> None:
 
 
 def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int, int]:
-    """Return how many stages and micro-batches there are.
-
-    Raises:
-        FormatError: if a stage that sends or receives is in no file.
-    """
+    """Return how many stages and micro-batches there are."""
     ran = {action for row in chosen for each in row for action in each.actions}
     known = {action.stage or 0 for action in ran}
     for each in files:
@@ -454,9 +423,6 @@ def _offsets(
 
     Ranks on one machine share a clock. Each value that goes from one machine to another says how far the other's clock
     must be ahead at least, and each that comes back, at most. In between, the middle is taken.
-
-    Raises:
-        FormatError: if no clocks fit.
     """
     ended = {
         code: end

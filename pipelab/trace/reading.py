@@ -32,12 +32,7 @@ _BEHIND = ("queued", "giver", "needer")
 
 
 def found_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that a path, a pattern or a list of paths names; of a pattern, `rank10` after `rank9`.
-
-    Raises:
-        FileNotFoundError: if a pattern has no files.
-        UsageError: if a list is empty.
-    """
+    """Return the files that a path, a pattern or a list of paths names; of a pattern, `rank10` after `rank9`."""
     if not isinstance(path, (str, os.PathLike)):
         if not (paths := [Path(each) for each in path]):
             raise UsageError("an empty list of files: give the file of each rank")
@@ -51,11 +46,7 @@ def found_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
 
 
 def read_json(path: Path) -> Any:
-    """Return the data of a JSON file, packed with gzip or not.
-
-    Raises:
-        FormatError: if it is none.
-    """
+    """Return the data of a JSON file, packed with gzip or not."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -66,11 +57,7 @@ def read_json(path: Path) -> Any:
 
 
 def read(data: object) -> dict[str, Any]:
-    """Return the arguments of `Trace` from the data that `Trace.to_dict` made.
-
-    Raises:
-        FormatError: if they are anything else; the message says what is wrong and where.
-    """
+    """Return the arguments of `Trace` from the data that `Trace.to_dict` made."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
     data = {**_USUAL, **data}
@@ -120,11 +107,7 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
 def plan_of(
     written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str, after: After | None = None
 ) -> Plan:
-    """Return a plan that has no faults.
-
-    Raises:
-        FormatError: if it has one.
-    """
+    """Return a plan that has no faults."""
     actions = sum(map(len, written))
     # Before tables of that size are made. A pair is one item and two actions.
     if stages < 1 or microbatches < 1 or stages * microbatches > actions:
@@ -220,11 +203,7 @@ def _is(value: Any, kind: type, words: str, where: str) -> Any:
 
 
 def time_of(value: Any, where: str) -> float:
-    """Return a number that can be a time.
-
-    Raises:
-        FormatError: if it is none.
-    """
+    """Return a number that can be a time."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or finite(abs(value)) is None:  # nor is NaN
         raise FormatError(f"{where} is {shorten(value)}: expected a time, {FINITE}")

@@ -43,13 +43,7 @@ class Wait:
 
 
 def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float]) -> tuple[Transfer, ...]:
-    """Return the transfers of a plan: each value that one rank gives and another needs.
-
-    Args:
-        bound: the plan, bound to stages.
-        ends: for each rank, when each of its actions ended.
-        delay: how long a value travels, by its number.
-    """
+    """Return the transfers of a plan: each value that one rank gives and another needs."""
     codes, ended = bound.codes, _ended(bound, ends)
     transfers: list[Transfer] = []
     for rank, row in enumerate(bound.rows):
@@ -73,12 +67,6 @@ def travelled(
 
     Where it is not known when a value was there: until its action began, if the rank was idle when the value left; else
     until the rank was idle.
-
-    Args:
-        bound: the plan, bound to stages.
-        starts: for each rank, when each of its actions started.
-        ends: for each rank, when each of its actions ended.
-        arrived: for each rank and each of its actions, when the value that it received was there; `None` if unknown.
     """
     ended, found = _ended(bound, ends), {}
     for rank, (row, *times) in enumerate(zip(bound.rows, starts, ends, arrived, strict=True)):

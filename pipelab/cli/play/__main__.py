@@ -29,11 +29,7 @@ _COSTS = {"input_grad", "weight_grad", "all_reduce"}
 
 
 def drawn(asked: dict[str, str]) -> str:
-    """Return the page of the schedule that `schedule` names, or of its faults, with the sizes and costs asked for.
-
-    Raises:
-        PipelabError: if there is no such schedule; its text is for the student.
-    """
+    """Return the page of the schedule that `schedule` names, or of its faults, with the sizes and costs asked for."""
     costs = [f"{name}={asked[name]}" for name in _COSTS & asked.keys()]
     sets = re.split(r",\s*(?=\w+=)", asked["parameters"].strip()) if "parameters" in asked else []
     try:

@@ -45,11 +45,6 @@ _SPACED = {
 def page(trace: Trace, *, cap: int | None = None, notebook: bool = False) -> str:
     """Return a page with one trace: its figures, and a timeline that explains every action under the pointer.
 
-    Args:
-        trace: what to show.
-        cap: how many activations a rank may hold: a line in the strips of memory.
-        notebook: whether it is for a notebook's frame, in which it has no address and cannot save.
-
     Example:
         >>> import pipelab
         >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
@@ -137,12 +132,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
 
 
 def document(title: str, body: str) -> str:
-    """Return a page without scripts that has the looks of the others.
-
-    Args:
-        title: its name and heading, as text.
-        body: what follows, as HTML.
-    """
+    """Return a page without scripts that has the looks of the others."""
     name = html.escape(title)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (

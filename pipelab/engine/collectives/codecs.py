@@ -83,9 +83,6 @@ class Int8:
     or infinity arrives as NaN from end to end, because one scale stands for all of it. A message of zeros arrives as
     zeros.
 
-    Args:
-        feedback: whether a sender adds what was lost to what it sends the next time.
-
     Example:
         >>> integers, scale = Int8().encode(torch.tensor([2.54, -1.0, 0.0]))
         >>> integers.tolist(), round(scale.item(), 4)
@@ -123,11 +120,7 @@ CODECS: Mapping[str, Codec] = {
 
 
 def codec_of(codec: str | Codec) -> Codec:
-    """Return the codec with a name; a codec itself is returned as it is.
-
-    Raises:
-        UsageError: if no codec has that name.
-    """
+    """Return the codec with a name; a codec itself is returned as it is."""
     if isinstance(codec, str) and codec in CODECS:
         return CODECS[codec]
     if all(hasattr(codec, name) for name in ("feedback", "encode", "decode")):

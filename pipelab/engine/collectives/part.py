@@ -100,11 +100,7 @@ def exchange(part: Part, group: dist.ProcessGroup) -> None:
 
 
 def agree(group: dist.ProcessGroup, misfit: str, description: str) -> None:
-    """Compare what all processes of a group are about to reduce: messages of other sizes would abort a process.
-
-    Raises:
-        UsageError: on all processes, if one has a misfit or they differ.
-    """
+    """Compare what all processes of a group are about to reduce: messages of other sizes would abort a process."""
     said: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
     dist.all_gather_object(said, (misfit, description), group=group)
     require_alike([each[0] for each in said], [each[1] for each in said], "rank {}")
@@ -128,11 +124,7 @@ def misfit_of(tensor: torch.Tensor) -> str:
 
 
 def require_alike(misfits: Sequence[str], descriptions: Sequence[str], name: str) -> None:
-    """Refuse what cannot be reduced.
-
-    Raises:
-        UsageError: naming the first replica with a misfit, or the first one that differs from replica 0.
-    """
+    """Refuse what cannot be reduced."""
     for index, misfit in enumerate(misfits):
         if misfit:
             raise UsageError(f"{name.format(index)} is {misfit}")

@@ -244,11 +244,7 @@ def _result(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> RingResul
 def _checked_feedback(
     feedback: Sequence[torch.Tensor] | None, tensors: Sequence[torch.Tensor], codec: Codec
 ) -> Sequence[torch.Tensor | None]:
-    """Return for each tensor what is still to be sent; `None` if that is nothing.
-
-    Raises:
-        UsageError: if the codec has no feedback, or it is another all-reduce's.
-    """
+    """Return for each tensor what is still to be sent; `None` if that is nothing."""
     if feedback is None:
         return [None] * len(tensors)
     if not codec.feedback:

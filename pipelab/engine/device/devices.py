@@ -107,11 +107,7 @@ def share_evenly(pool: Sequence[torch.device], n: int) -> list[RankDevice]:
 
 
 def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks: int) -> list[RankDevice]:
-    """Return one device per rank: the wanted ones, or this machine's.
-
-    Raises:
-        DeviceError: if there is not one device per rank, or one of another kind than CPU and CUDA.
-    """
+    """Return one device per rank: the wanted ones, or this machine's."""
     if wanted is None:
         wanted = devices(ranks)
     if isinstance(wanted, str):
@@ -163,9 +159,6 @@ def partitions_of(device: torch.device, count: int) -> tuple[SMPartition, ...]:
 
     A process makes them once for each device and count, so that many pipelines do not pile up contexts. Partitions for
     another count are cut from the whole device again: the two sets overlap.
-
-    Raises:
-        DeviceError: if the package `cuda.bindings` is missing, the driver is too old, or the device has too few SMs.
     """
     with _making:
         if (device.index, count) not in _made:

@@ -59,11 +59,7 @@ class RankStream(Protocol):
         """Make the step wait for the caller's kernels; the caller's thread calls this before a step."""
 
     def finish(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the caller's later kernels wait for the step; the caller's thread calls this after a step.
-
-        Args:
-            values: the results of the step that the caller keeps.
-        """
+        """Make the caller's later kernels wait for the step; the caller's thread calls this after a step."""
 
 
 class CpuStream:

@@ -51,11 +51,7 @@ def shapes_of(given: Any) -> tuple[torch.Size, ...]:
 
 
 def require_like(example: Any, given: Any) -> None:
-    """Refuse another structure than the example's, or another constant: the tracer has recorded those.
-
-    Raises:
-        BatchError: with both.
-    """
+    """Refuse another structure than the example's, or another constant: the tracer has recorded those."""
     (ours, spec), (theirs, other) = map(take_apart, (example, given))
     if spec != other or any(map(_other_constant, ours, theirs)):
         raise BatchError(

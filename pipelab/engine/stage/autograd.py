@@ -56,15 +56,7 @@ def will_run(node: Node) -> bool:
 def captured_gradients(
     outputs: Sequence[End], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge], *, keep_graph: bool
 ) -> list[torch.Tensor | None]:
-    """Return the gradients at places in the graph, `None` where there is none, as `torch.autograd.grad` does.
-
-    Args:
-        outputs: where to start.
-        gradients: one for each, of the same shape.
-        wanted: the places: input `output_nr` of the node `node`. At a node that must run to reach another place, it is
-            the gradient before the node's hooks.
-        keep_graph: whether the graph can run again.
-    """
+    """Return the gradients at places in the graph, `None` where there is none, as `torch.autograd.grad` does."""
     return list(
         _enter_engine(
             tuple(outputs),

@@ -46,11 +46,7 @@ class Part:
 
 
 def rows_of(value: object, what: str) -> int:
-    """Return the number of rows (the size of dimension 0) that all tensors of a batch share.
-
-    Raises:
-        BatchError: if there is no tensor, one has no rows, or they differ.
-    """
+    """Return the number of rows (the size of dimension 0) that all tensors of a batch share."""
     tensors = tensors_of(value)
     if not tensors:
         raise BatchError(f"{what} holds no tensor: expected a tensor, or a tuple or dict of tensors, [rows, ...]")
@@ -72,9 +68,6 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
     Example:
         >>> row_counts(10, 4)
         [3, 3, 2, 2]
-
-    Raises:
-        BatchError: if there are more micro-batches than rows.
     """
     if rows < microbatches:
         fewer = f"at most {rows} micro-batch{'es' if rows != 1 else ''}, or " if rows else ""
@@ -106,11 +99,7 @@ def split_batch(value: Any, counts: list[int], dim: int = 0) -> list[Any]:
 
 
 def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float]:
-    """Return the weight of each micro-batch's loss in the loss of the batch.
-
-    Raises:
-        BatchError: if a function returns something else than a finite number, 0 or more, or only zeros.
-    """
+    """Return the weight of each micro-batch's loss in the loss of the batch."""
     if reduction == "sum":
         return [1.0] * len(counts)
     if reduction == "mean":
@@ -143,9 +132,6 @@ class Cut:
         sequences: the micro-batches, in lists of the slices of the same rows.
         dim: along which dimension a sequence is cut; `None` for rows alone.
         earlier: by micro-batch, the earlier slices of its sequence; nothing for rows alone.
-
-    Raises:
-        BatchError: if sequences have different numbers of slices, which therefore would have different lengths.
     """
 
     def __init__(self, plan: Plan, dim: int | None) -> None:
@@ -171,11 +157,7 @@ class Cut:
         return split_batch(value, row_counts(rows_of(value, what), len(self.sequences)))
 
     def pieces(self, value: Any, what: str) -> list[Any]:
-        """Return the micro-batches of a batch.
-
-        Raises:
-            BatchError: if there are too few rows, or a sequence does not have whole slices.
-        """
+        """Return the micro-batches of a batch."""
         rows = self.rows(value, what)
         if self.dim is None:
             return rows

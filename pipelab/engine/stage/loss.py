@@ -40,11 +40,7 @@ class Loss:
         self.values = [None] * len(self.targets)
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
-        """Return the loss of one micro-batch, without its weight; store its value.
-
-        Raises:
-            LossError: if the function does not return one real number that depends on the output.
-        """
+        """Return the loss of one micro-batch, without its weight; store its value."""
         try:
             made: Any = self.function(output, self.targets[microbatch])
         except Exception as error:

@@ -41,9 +41,6 @@ class Runners:
     Attributes:
         of: by stage and rank, the runner.
         ties: the parameters that several stages use.
-
-    Raises:
-        EngineError: if a stage cannot be replicated.
     """
 
     def __init__(
@@ -74,9 +71,6 @@ class Runners:
         """Return a context that runs these modules, one per stage; all ranks but a stage's lowest run copies of them.
 
         At its end, the gradients of a parameter that several stages use are added up.
-
-        Raises:
-            EngineError: if a copy would lose a hook, or wrote into a buffer although the policy refuses it.
         """
         if not self._copies and not self.ties and modules is self._own:
             return nullcontext()

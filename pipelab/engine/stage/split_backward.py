@@ -59,16 +59,7 @@ class Branch:
 def input_gradients(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], list[Branch]]:
-    """Run a stage's backward as far as its inputs need it.
-
-    Args:
-        outputs: tensors that have a history.
-        gradients: one for each, of the same shape.
-        inputs: leaves, of that history or not.
-
-    Returns:
-        The gradient of each input, `None` where it has none; and what is left for `weight_gradients`.
-    """
+    """Run a stage's backward as far as its inputs need it."""
     graph = _Graph(outputs)
     entries = [graph.leaves.get(id(each)) for each in inputs]
     trunk = graph.above_all([entry for entry in entries if entry is not None])

@@ -111,14 +111,7 @@ class Stage:
             kept[microbatch] = (kept[microbatch][0], loss.of(microbatch, output))
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch backward (`B`); return the gradient of the stage's input.
-
-        Args:
-            microbatch: which one.
-            gradients: the gradients of the stage's floating-point outputs, in order; `None` on the last stage.
-            kept: what `forward` stored.
-            loss: the step's loss.
-        """
+        """Run one micro-batch backward (`B`); return the gradient of the stage's input."""
         leaves, output = self._take(microbatch, kept)
         outputs, starts = self._starts(microbatch, output, gradients, loss)
         with backward_of(kept, microbatch) if self.earlier else nullcontext():

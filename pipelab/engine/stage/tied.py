@@ -31,11 +31,7 @@ class Tied:
         self._aliases: dict[int, nn.Parameter] = {}
 
     def part(self, devices: Mapping[int, torch.device]) -> None:
-        """Give each of these stages an alias on its device.
-
-        Raises:
-            EngineError: if the parameter has a hook that needs the whole gradient.
-        """
+        """Give each of these stages an alias on its device."""
         if self.parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no public way to ask for hooks
             where = ", ".join(map(str, self.stages))
             raise EngineError(

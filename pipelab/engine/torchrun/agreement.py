@@ -24,19 +24,7 @@ _SAMPLE = 16
 
 
 def agree(group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: int = 0) -> list[int]:
-    """Return every process's `aside`, once all have made the same call with the same batch.
-
-    Args:
-        group: all processes.
-        call: the call of this process, such as `"step(x, y)"`.
-        about: modes and the like, joined by "; ".
-        parts: the inputs, and the targets of a step. One that is not here may be an earlier step's: it becomes the one
-            of the processes that were given it.
-        aside: a number for the other processes.
-
-    Raises:
-        BatchError: if the processes differ, or the error of any part: all of them raise it.
-    """
+    """Return every process's `aside`, once all have made the same call with the same batch."""
     two = [*parts, *[Part("", here=False)] * (2 - len(parts))]
     error = next(filter(None, (part.error for part in parts)), None)
     texts = (f"{call} {error or ''}", about, *(part.words for part in two))

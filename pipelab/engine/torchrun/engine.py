@@ -122,15 +122,7 @@ class TorchEngine(Engine):
         self._shapes = f"{about}; {parts[0].words}"
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
-        """Run this process's part of all micro-batches; return the step of all processes.
-
-        Raises:
-            EngineError: if a replicated stage has a hook that would see a part of its gradients.
-            StageError: if a stage or the loss raised.
-            RankError: if another process failed or ended.
-            StepTimeoutError: if there was no progress for `timeout` seconds.
-            UsageError: if the pipeline was closed, or has failed before.
-        """
+        """Run this process's part of all micro-batches; return the step of all processes."""
         for stage in () if loss is None else self._reducers:
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
         clocks = begin([self._stream])

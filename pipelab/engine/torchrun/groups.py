@@ -124,18 +124,7 @@ def connect(
     timeout: timedelta,
     groups: Sequence[tuple[int, ...]],
 ) -> Connections:
-    """Connect this process to the others; all of them must call it.
-
-    Args:
-        store: this pipeline's part of the store that all processes share.
-        rank: this process.
-        size: the number of processes.
-        device: the device of this process.
-        backend: the result of `backend_of`.
-        holders: the groups of ranks that hold the same stage, or a parameter of several stages.
-        timeout: PyTorch's own timeout of every operation.
-        groups: the processes of each pipeline that is made now. Every process must make the groups of all.
-    """
+    """Connect this process to the others; all of them must call it."""
     if not dist.is_initialized():
         both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(both, store=prefix_store(store, "world"), rank=rank, world_size=size)

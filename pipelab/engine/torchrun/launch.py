@@ -37,9 +37,6 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
     """Run a script in so many processes, and wait for them; forward signals to them.
 
     Only this machine can reach the job: its store and its connections use the loopback device.
-
-    Returns:
-        If a process failed, PyTorch's report and then the short one; else `None`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     _store, job = loopback_job(ranks)

@@ -153,11 +153,7 @@ class ValueMeta:
 
 
 def meta_of(value: Any, giver: str) -> ValueMeta:
-    """Return what a receiver must know of a value, the output of the stage `giver`.
-
-    Raises:
-        EngineError: if it holds anything but plain tensors.
-    """
+    """Return what a receiver must know of a value, the output of the stage `giver`."""
     parts, spec = take_apart(value)
     stranger = next((part for part in parts if not (part is None or isinstance(part, torch.Tensor))), None)
     if stranger is not None:
@@ -203,9 +199,6 @@ class GradientPresence:
     """Sends and receives which gradients are present, for one stage in one step.
 
     Every micro-batch has such a message, so that the backwards of frozen stages too wait for their turn in the plan.
-
-    Args:
-        group: connects CPUs, of all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -259,10 +252,6 @@ def learn_metas(
     For each number of rows and each way through the ranks, the first such micro-batch runs forward, stage by stage:
     each process sends its stage's output and meta to the next stage's process. Buffers and random state are restored;
     hooks on the modules run. `rank` is this process's, and `counts` are the rows of the micro-batches.
-
-    Raises:
-        StageError: if a stage raises.
-        EngineError: if a stage returns anything but tensors.
     """
     found: dict[int, list[ValueMeta]] = {count: [ValueMeta(None, ())] * (plan.stages - 1) for count in counts}
     ways = {(count, *plan.bound.route(m)): m for m, count in reversed(list(enumerate(counts)))}

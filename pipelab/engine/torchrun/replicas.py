@@ -19,11 +19,6 @@ class Reducer:
     """The gradients of one stage's parameters, summed over the stage's replicas.
 
     `.grad` may hold the sums of earlier steps: a step stores them elsewhere, and adds them back at its end.
-
-    Args:
-        module: the stage's module, whose parameters may change between steps.
-        group: the processes that hold the stage.
-        transport_device: the device of the gradients that are sent.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
@@ -132,11 +127,7 @@ class ReplicatedBuffers:
         self._before = {stage: versions(runner.module) for stage, runner in self._runners.items()}
 
     def end(self) -> None:
-        """Refuse writes on other ranks than the lowest, or copy the lowest rank's buffers.
-
-        Raises:
-            EngineError: with the name of the buffer.
-        """
+        """Refuse writes on other ranks than the lowest, or copy the lowest rank's buffers."""
         for stage, runner in self._runners.items():
             if self._policy == "lowest":
                 for buffer in runner.module.buffers():

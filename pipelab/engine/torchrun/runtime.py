@@ -68,11 +68,7 @@ _OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops")
 
 @cache
 def load() -> Native:
-    """Return PyTorch's pipelining; check every name that the torch engine uses.
-
-    Raises:
-        EngineError: naming what this torch lacks.
-    """
+    """Return PyTorch's pipelining; check every name that the torch engine uses."""
     for module, names in _NAMES.items():
         for name in names:
             try:
@@ -169,13 +165,6 @@ def lowered(
     Sends and receives are where PyTorch's own lowering puts them, which has one rank for each stage. An overlapped pair
     runs as its forward, then its backward, as in the threads engine: PyTorch's runtime would wait for the inputs of
     both before it starts either, perhaps for ever.
-
-    Args:
-        plan: a plan in which every rank has an action.
-        rank: which rank.
-        stages: the rank's stages, for each way of `routes_of`, with the methods that PyTorch's runtime calls; it sets
-            nothing up.
-        receiving: called with a stage's id, a micro-batch, and its receives from another rank, to wait for them.
     """
     found = load()
     found.schedules.logger.addFilter(_quiet)

@@ -65,13 +65,7 @@ class ProcessStep(StepState):
         return self.metas[self.counts[microbatch]][stage]
 
     def wait(self, works: Sequence[Any], flags: Sequence[Any]) -> None:
-        """Wait for the value that the next action needs from another rank; record for how long.
-
-        Args:
-            works: the receives of the value.
-            flags: the receives of `GradientPresence`, which may end earlier or later. If a device waits for the value,
-                this process waits only until the other process has launched the kernels that compute it.
-        """
+        """Wait for the value that the next action needs from another rank; record for how long."""
         asked = time.perf_counter_ns()
         self.waiting = True
         timed, rest = (works, flags) if works else (flags, works)
@@ -152,11 +146,7 @@ class ProcessStage:
         self.presence.clear()
 
     def refuse_overwritten(self) -> None:
-        """After the last send, refuse a stage that wrote into its output: the value that was sent is unknown.
-
-        Raises:
-            StageError: naming the output.
-        """
+        """After the last send, refuse a stage that wrote into its output: the value that was sent is unknown."""
         for microbatch, message, version in self.sent:
             if _version(message) != version:
                 raise self._error(

@@ -53,12 +53,7 @@ _made = 0
 
 
 def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
-    """Start this process's part.
-
-    Raises:
-        EngineError: if the plan cannot be lowered, or there is not one process per rank; before any communication.
-        RankError: if a process makes no pipeline, or differs from rank 0.
-    """
+    """Start this process's part."""
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
     # [1] checks that need no other process
@@ -238,11 +233,7 @@ def describe_model(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def introduce(store: AnsweringStore, rank: int, size: int, info: dict[str, Any], timeout: float | None) -> list[Any]:
-    """Exchange every process's info; return all of them, by rank.
-
-    Raises:
-        RankError: if a process makes no pipeline or differs from rank 0; every process raises it.
-    """
+    """Exchange every process's info; return all of them, by rank."""
     keys = [f"info/{each}" for each in range(size)]
     began = time.monotonic()
     try:

@@ -68,12 +68,7 @@ class SilentStoreError(dist.DistStoreError):
 
 
 class AnsweringStore:
-    """A store that answers in time or raises: PyTorch's waits for ever if the network is cut.
-
-    Args:
-        store: PyTorch's; only this object may use it.
-        timeout: seconds for an answer, from 10 to 300; `None` means 300.
-    """
+    """A store that answers in time or raises: PyTorch's waits for ever if the network is cut."""
 
     def __init__(self, store: Any, timeout: float | None) -> None:
         self._store = store
@@ -116,12 +111,7 @@ _opened: list[Any] = []
 
 
 def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
-    """Return two new connections to the store that all processes share: torchrun's, or the present process group's.
-
-    Raises:
-        EngineError: if the environment has no address of it.
-        RankError: if rank 0 does not open it, or it does not answer.
-    """
+    """Return two new connections to the store that all processes share: torchrun's, or the present process group's."""
     present: Any = _opened[0] if _opened else runtime.default_store() if dist.is_initialized() else None
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if present is None and not (host and port.isdecimal()):

@@ -96,11 +96,6 @@ class Supervisor:
 
         The work may raise a `BatchError` or a `LossError` if all processes do. Any other error ends the pipeline, on
         every process.
-
-        Raises:
-            RankError: if another process failed or ended.
-            StepTimeoutError: if there was no progress for `timeout` seconds.
-            UsageError: if the pipeline is closed, or has failed before.
         """
         if self.over:
             raise UsageError(self.over)

@@ -112,10 +112,6 @@ def _at_once(
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
     difference is a fault if it is too large with most of some other weights.
-
-    Returns:
-        The difference, whether it is that with other weights, and why there is none; and what is wrong, "" if nothing
-        is.
     """
     try:
         difference, wrong = _difference_at_once(pipe, x, y, reference)
@@ -206,11 +202,7 @@ def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.
 
 
 def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
-    """Compare a pipeline's gradients with plain training's, one micro-batch after another.
-
-    Raises:
-        VerificationError: naming the parameter and the micro-batch that differ first.
-    """
+    """Compare a pipeline's gradients with plain training's, one micro-batch after another."""
     x, y = pipe.engine.share_batch(x, y)
     loss = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
     with pipe.engine.full_model(), restored([*pipe.stages.modules, *loss], [x, y]) as rewind, _as_in_the_workers(pipe):
@@ -272,11 +264,7 @@ def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float
 
 
 def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
-    """Run a comparison on all processes, so that none waits for ever if one of them fails.
-
-    Raises:
-        VerificationError: with the lowest rank's explanation, if any process has one.
-    """
+    """Run a comparison on all processes, so that none waits for ever if one of them fails."""
     try:
         found, seen = look()
     except Exception as error:  # the model's own, or memory that runs out

@@ -104,11 +104,7 @@ class Devices(TorchFunctionMode):
         return result
 
     def _goal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
-        """Return where a call puts its result, or `None` if it does not say.
-
-        Raises:
-            RuntimeError: if there is no such GPU.
-        """
+        """Return where a call puts its result, or `None` if it does not say."""
         given = [each for each in (*args[1:], *kwargs.values()) if _is_device(each)] if func in _MOVES else []
         goal = [*given, kwargs.get("device")][0]
         if goal is None:

@@ -151,11 +151,7 @@ class Recorded:
             parameter.grad = None if gradient is None else torch.tensor(gradient).view(parameter.shape)
 
     def replay(self, data: Data) -> Run:
-        """Return the run of which these are the data; its diagnosis counts micro-batches: 1 is a sum of the losses.
-
-        Raises:
-            ValueError, TypeError, LookupError: if these are no data of a run.
-        """
+        """Return the run of which these are the data; its diagnosis counts micro-batches: 1 is a sum of the losses."""
         run = Run.of(self.rows, data)
         pairs = zip(self.weights, data["weights"], strict=True)
         run.changed = not all(torch.equal(own, torch.tensor(other)) for own, other in pairs)
@@ -393,11 +389,7 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None],
 
 
 def judge(data: Data, seed: int, name: str = "") -> tuple[dict[str, Found], str]:
-    """Return what each task's check found in what `record` returned, and what its gradients are of.
-
-    Raises:
-        ValueError, TypeError, LookupError: if these are not its data, or say that backwards left nothing.
-    """
+    """Return what each task's check found in what `record` returned, and what its gradients are of."""
     shown, hid = (
         [*zip(*each, strict=True)] for each in ((_shown(name), data["runs"]), (_hidden(seed), data["hidden"]))
     )

@@ -52,11 +52,7 @@ class Submission:
     copied: str = "all"  # what of the folder it may use: all, its modules or nothing
 
     def files(self) -> dict[str, str]:
-        """Return what its files hold, in base64, by their paths in the folder. Links are left out: who knows whither.
-
-        Raises:
-            OSError: if `main` is not there, or the files are too large.
-        """
+        """Return what its files hold, in base64, by their paths in the folder. Links are left out."""
         paths = [self.folder / self.main]
         if self.copied == "modules":
             paths += self.folder.glob("*.py")
@@ -191,9 +187,6 @@ def sandbox() -> list[str]:
 
     In it there are Python, what it needs, and an empty folder for temporary files. There is no network, no other
     process, and no right that would lift a limit.
-
-    Raises:
-        UsageError: without PyTorch, which runs the submissions.
     """
     program, torch = shutil.which("bwrap"), importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:

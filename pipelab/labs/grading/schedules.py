@@ -77,9 +77,6 @@ def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str
     """Check and simulate what `record` returned; return a mark for each task, and the first fault.
 
     A quantity above its par earns par / found of the points, rounded down. Nothing else counts for an illegal schedule.
-
-    Raises:
-        ValueError, TypeError, KeyError, PipelabError: if the data are not a schedule's at these sizes.
     """
     legal, *pars, others = assignment.tasks()
     (first, fault), *hidden = [

@@ -217,11 +217,7 @@ def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
 
 
 def _reports(reported: int) -> dict[str, Any]:
-    """Return what the fork has reported last under each key.
-
-    Raises:
-        ValueError, TypeError, RecursionError: if something else has written there.
-    """
+    """Return what the fork has reported last under each key."""
     messages: dict[str, Any] = {}
     for line in os.pread(reported, _MOST_RECORDED, 0).decode(errors="replace").splitlines():
         messages |= json.loads(line)

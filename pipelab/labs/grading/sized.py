@@ -43,11 +43,7 @@ class Sized(ABC):
         return ""
 
     def record(self, load: Callable[[], ModuleType], seed: int, at: Callable[[str], None]) -> Data:
-        """Import a submission with `load`, and run it at every size; return what happened, for `judge`.
-
-        Raises:
-            LookupError: if there is no such function, or if it calls what pipelab has for it.
-        """
+        """Import a submission with `load`, and run it at every size; return what happened, for `judge`."""
         with emulated(2):
             function = function_of(load(), self.name, self.parameters)
         runs: list[Data] = []
@@ -67,11 +63,7 @@ class Sized(ABC):
         return {"runs": runs}
 
     def judge(self, data: Data, seed: int) -> tuple[dict[str, Found], str]:
-        """Return what each task's check found in what `record` returned, and a note.
-
-        Raises:
-            ValueError, TypeError, LookupError: if these are not its data.
-        """
+        """Return what each task's check found in what `record` returned, and a note."""
         runs = [*zip(data["runs"], (*self.shown, *self.hidden(seed)), strict=True)]
         checked = [self.check(run, seed, *size) for run, size in runs]
         shown, hidden = checked[: len(self.shown)], checked[len(self.shown) :]

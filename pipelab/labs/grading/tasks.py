@@ -58,11 +58,7 @@ class Homework:
         return Path(__file__).with_name(f"{self.file}.txt")
 
     def weighed(self, points: Mapping[str, int]) -> Homework:
-        """Return it with other points, by the names of its tasks; `not_reached` is a name too. Without points, no task.
-
-        Raises:
-            UsageError: if there is no such task, or these are no points.
-        """
+        """Return it with other points, by the names of its tasks; `not_reached` is a name too. No points, no task."""
         named = {task.name: task.points for task in self.tasks} | {"not_reached": self.not_reached}
         for name, number in points.items():
             most = 99 if name == "not_reached" else 1000
@@ -216,11 +212,7 @@ class Assignment:
     points: dict[str, int] = field(default_factory=dict)  # of the homework's tasks, where a teacher changes them
 
     def __post_init__(self) -> None:
-        """Refuse pars of unknown quantities, and a variant of what has none.
-
-        Raises:
-            UsageError: if there is one; it lists those that exist.
-        """
+        """Refuse pars of unknown quantities, and a variant of what has none."""
         if self.variant and (self.homework != "hw4" or self.schedule is not None):
             raise UsageError(f"--variant {self.variant}: only homework 4 has a student's own numbers")
         for name, par in self.pars.items():
@@ -292,9 +284,6 @@ def start_homework(name: str, folder: Path) -> Path:
         >>> import tempfile
         >>> start_homework("hw4", Path(tempfile.mkdtemp())).name
         'pipeline_homework.py'
-
-    Raises:
-        UsageError: if the file exists: no work is overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / HOMEWORKS[name].file

@@ -1,6 +1,6 @@
 """On a CUDA device: the same gradients, no waiting inside a step, times in the plan's order, no memory kept.
 
-Ranks share one GPU by streams here; by parts of it, in `test_gpu_parts.py`.
+Ranks share one GPU by streams.
 """
 
 from __future__ import annotations

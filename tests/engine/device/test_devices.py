@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import plain
@@ -45,15 +44,12 @@ def test_with_enough_gpus_every_rank_has_its_own(machine):
     assert pipelab.devices(3) == list(gpus(3))
 
 
-def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine, monkeypatch):
+def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine):
     machine(2)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)  # the package that cuts a GPU into parts is not installed
     with pytest.warns(UserWarning, match="3 ranks share 2 GPUs") as told:
         slots = pipelab.devices(3)
-    first, *reasons = str(told[0].message).splitlines()
-    assert first == "3 ranks share 2 GPUs: rank 0 on cuda:0 (1 of 2), rank 1 on cuda:0 (2 of 2), rank 2 on cuda:1"
-    assert "pip install cuda-bindings" in reasons[0]
-    assert "a stream each" in reasons[1]
+    assert "rank 0 on cuda:0 (1 of 2), rank 1 on cuda:0 (2 of 2), rank 2 on cuda:1\n" in str(told[0].message)
+    assert "a stream each" in str(told[0].message)
     assert [slot.device for slot in slots] == [*gpus(1) * 2, gpus(2)[1]]
     assert [str(slot) for slot in slots] == ["cuda:0 (1 of 2)", "cuda:0 (2 of 2)", "cuda:1"]
 

@@ -112,7 +112,7 @@ def test_after_a_failed_step_too_the_callers_work_comes_behind_what_was_launched
     assert {(0, "0F0"), (0, "1F0")} <= gpu.before["zero_grad"]
 
 
-def test_a_part_of_a_gpu_is_used_by_its_own_stream(gpu):
+def test_a_rank_runs_on_the_stream_that_its_device_names(gpu):
     streams = [torch.cuda.Stream() for _ in range(2)]
     model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
     devices = [RankDevice(torch.device("cuda", 0), f"{rank + 1} of 2", stream) for rank, stream in enumerate(streams)]

@@ -69,8 +69,6 @@ from pipelab.catalogue.building_block import building_block
 from pipelab.catalogue.frontier import frontier
 from pipelab.catalogue.pipe_offload import PipeOffload
 from pipelab.catalogue.recomputation import with_recompute
-from pipelab.catalogue.reroute import reroute
-from pipelab.catalogue.vocabulary import VocabularyParallel
 from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
 from pipelab.draw.table import Column, Table
@@ -91,7 +89,7 @@ from pipelab.errors import (
     UsageError,
     VerificationError,
 )
-from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, S, T, U, V, W
+from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, U, W
 from pipelab.plan.fault import Fault
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate, with_gathers
@@ -171,7 +169,6 @@ __all__ = [
     "Plan",
     "R",
     "RankError",
-    "S",
     "Schedule",
     "ScheduleError",
     "Seq1F1B",
@@ -180,17 +177,14 @@ __all__ = [
     "StageError",
     "Step",
     "StepTimeoutError",
-    "T",
     "Table",
     "Trace",
     "TwoBW",
     "U",
     "UsageError",
-    "V",
     "VHalf",
     "VMin",
     "VerificationError",
-    "VocabularyParallel",
     "W",
     "ZeroPP",
     "__version__",
@@ -212,7 +206,6 @@ __all__ = [
     "memory_use",
     "optimum",
     "replicate",
-    "reroute",
     "ring_all_reduce",
     "schedules",
     "simulate",

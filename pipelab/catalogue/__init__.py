@@ -25,14 +25,12 @@
 - `seq1f1b`: 1F1B on slices of sequences
 - `slimpipe`: the same over several stages per rank, which holds about one sequence
 - `asynchronous`: 1F1B with updates and without a flush: PipeDream and PipeDream-2BW
-- `vocabulary`: 1F1B with the vocabulary's layer spread over all ranks
 - `bpipe`: 1F1B whose first ranks keep activations on the last ones
 - `pipe_offload`: interleaved 1F1B that sends activations to the host
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `frontier`: how small a bubble a memory buys, by a search over building blocks
 - `recomputation`: forwards that run again for their backwards, when their rank has time
-- `reroute`: micro-batches of failed ranks go to their replicas
 - `bases`: what schedules with one stage per rank, looped, in a V, or in both directions share
 - `list_scheduling`: how a policy becomes an order
 """
@@ -65,7 +63,6 @@ from pipelab.catalogue.slimpipe import SlimPipe
 from pipelab.catalogue.v_1f1b import V1F1B
 from pipelab.catalogue.v_half import VHalf
 from pipelab.catalogue.v_min import VMin
-from pipelab.catalogue.vocabulary import VocabularyParallel
 from pipelab.catalogue.zb_h1 import ZBH1
 from pipelab.catalogue.zb_h2 import ZBH2
 from pipelab.catalogue.zbv import ZBV
@@ -158,10 +155,5 @@ schedules = Catalogue(
 moving: dict[str, type[Schedule]] = {"bpipe": BPipe, "pipe-offload": PipeOffload}
 """Schedules that send activations away: engines move none, and `simulate` has moves beside buffered transfers only."""
 
-beside: dict[str, type[Schedule]] = {
-    **moving,
-    "pipedream": PipeDream,
-    "2bw": TwoBW,
-    "vocabulary-parallel": VocabularyParallel,
-}
+beside: dict[str, type[Schedule]] = {**moving, "pipedream": PipeDream, "2bw": TwoBW}
 """Every schedule that the command line finds by name although it is not among `schedules`."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from pipelab.checking.checker import ScheduleLike
 from pipelab.errors import UsageError
 from pipelab.files import write
-from pipelab.plan.actions import SHARED
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lowering, lowered
 from pipelab.simulation.clock import simulate
@@ -46,14 +45,13 @@ def export(plan: Plan | ScheduleLike | Trace, folder: str | os.PathLike[str], co
         ['rank.0.et', 'rank.1.et']
 
     Raises:
-        UsageError: if the plan has all-reduces, passes of all ranks, or moves, whose bytes no cost says; if an action
+        UsageError: if the plan has all-reduces or moves, whose bytes no cost says; if an action
             takes less than half a microsecond.
         ScheduleError: if the plan has faults.
     """
     trace = plan if isinstance(plan, Trace) else simulate(plan, cost)
     bound = trace.plan.bound
-    sizeless = {"R", *SHARED}  # what all ranks of a stage, or of the plan, do together
-    strange = [each.action for each in trace.events if each.action.kind in sizeless]
+    strange = [each.action for each in trace.events if each.action.traits.collective]
     strange += [move.action for move in bound.moves]
     if strange:
         raise UsageError(

@@ -4,8 +4,7 @@ A schedule says, for every rank, in which order it runs `F` (forward), `B` (full
 (weight gradient), `C` (the forward, run again for its backward), `U` (update of a stage's weights) and `R` (all-reduce
 of a stage's gradients over its replicas). The notation is PyTorch's: `2F0` is stage 2, forward, micro-batch 0. Beside
 these, a channel of the rank may move what the rank holds: `UNSHARD` gathers a stage's weights, `RESHARD` frees them,
-`OFFLOAD` takes an activation away, and `LOAD` brings it back. With the vocabulary's layer spread over all ranks, each
-runs `S` and `T`, or `S` and `V`, on its share.
+`OFFLOAD` takes an activation away, and `LOAD` brings it back.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Literal
 from pipelab.errors import FormatError
 from pipelab.plan.fault import readable
 
-Kind = Literal["F", "B", "I", "W", "C", "U", "S", "T", "V", "R", "UNSHARD", "RESHARD", "OFFLOAD", "LOAD"]
+Kind = Literal["F", "B", "I", "W", "C", "U", "R", "UNSHARD", "RESHARD", "OFFLOAD", "LOAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,6 @@ class Traits:
 _BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
 _GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
 _VIOLET, _SKY = ("#B040F0", "#BC5AF2"), ("#56B4E9", "#6DBEEC")
-_LIME, _WINE, _INK = ("#C0F070", "#CDF38C"), ("#701820", "#7D2530"), ("#4830A0", "#583FB0")
 _CHANNEL = ("#6B6B6B", "#848484")
 _KEPT, _LEFT = "activations", "for_weight_grad"
 # fmt: off
@@ -93,11 +91,6 @@ TRAITS: dict[Kind, Traits] = {
                 method="recompute", cost="recompute", colours=_SKY, optional=True),
     "U": Traits("update", needs=("gw(m,s)",), gives=("weights(m,s)",), method="update", cost="update",
                 colours=_VIOLET, optional=True),
-    "S": Traits("vocabulary scores", needs=(), gives=("part(m,s)",), cost="vocabulary", colours=_LIME, optional=True),
-    "T": Traits("vocabulary gradients", needs=(), gives=("share(m,s)",), cost="vocabulary_grad",
-                colours=_WINE, optional=True),
-    "V": Traits("vocabulary weight gradient", needs=(), gives=("share(m,s)",), cost="vocabulary_grad",
-                colours=_INK, optional=True),
     "R": Traits("all-reduce", needs=("gw(m,s)",), gives=(),
                 cost="all_reduce", colours=_PURPLE, notation="REDUCE_GRAD"),
     "UNSHARD": Traits("gather", needs=(), gives=(), holds="gathered",
@@ -119,8 +112,6 @@ PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
 """The kinds that run once for each micro-batch and stage: all but `R`."""
 OPTIONAL = tuple(kind for kind in KINDS if TRAITS[kind].optional)
 """The kinds that most plans do not use."""
-SHARED: tuple[Kind, Kind, Kind] = ("S", "T", "V")
-"""The kinds that every rank runs on its share of the vocabulary: the first, then the one of two that follows it."""
 HALVES = tuple(kind for kind in KINDS if TRAITS[kind].gives in (("gin(m,s)",), ("gw(m,s)",)))
 """The kinds of the halves of a split backward: `I` and `W`."""
 
@@ -153,8 +144,7 @@ class Action:
     Make actions with the function of their kind, such as `F(0)`; `Action.parse` reads the notation back.
 
     Attributes:
-        kind: `"F"`, `"B"`, `"I"`, `"W"`, `"C"`, `"U"`, `"S"`, `"T"`, `"V"`, `"R"`, `"UNSHARD"`, `"RESHARD"`,
-            `"OFFLOAD"` or `"LOAD"`.
+        kind: `"F"`, `"B"`, `"I"`, `"W"`, `"C"`, `"U"`, `"R"`, `"UNSHARD"`, `"RESHARD"`, `"OFFLOAD"` or `"LOAD"`.
         microbatch: the micro-batch, from 0; `None` for `R`, `UNSHARD` and `RESHARD`, which concern all of them.
         stage: the stage, from 0; `None` until the schedule binds it to the rank's only stage.
 
@@ -331,38 +321,6 @@ def U(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         0U3
     """
     return Action("U", microbatch, stage)
-
-
-def S(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the paper's notation
-    """Scores of one micro-batch for a rank's share of the vocabulary: the share that belongs to one of its stages.
-
-    The output layer is cut into as many shares as there are stages, and every rank computes the scores of its own. `S`
-    needs the last stage's output. If a plan lists no `T`, the last stage's backward needs every `S` of the micro-batch:
-    what they have summed up is all that its input gradient depends on (Yeung et al. 2024, "Balancing Pipeline
-    Parallelism with Vocabulary Parallelism", arXiv:2411.05288, section 4, algorithm 2). Such plans are checked,
-    simulated and drawn, and not run.
-
-    Example:
-        >>> S(3, stage=1)
-        1S3
-    """
-    return Action("S", microbatch, stage)
-
-
-def T(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the paper's notation
-    """Gradients of a share of the vocabulary, which the last stage's backward waits for (the same, algorithm 1).
-
-    It needs every `S` of the micro-batch.
-    """
-    return Action("T", microbatch, stage)
-
-
-def V(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - a letter beside the paper's `T`
-    """Weight gradient of a share of the vocabulary, which no rank waits for (the same, `T` of algorithm 2).
-
-    It needs every `S` of the micro-batch.
-    """
-    return Action("V", microbatch, stage)
 
 
 def R(stage: int | None = None) -> Action:  # noqa: N802 - the field's notation

@@ -8,9 +8,9 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, SHARED, TRAITS, Action, Kind, Pair, whole
+from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, TRAITS, Action, Pair, whole
 from pipelab.plan.codes import Codes
-from pipelab.plan.fault import Code, Fault, Unreadable, ranges, shorten, students_line
+from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
 
 Place = Callable[[int, int], int]
@@ -87,46 +87,6 @@ def require_slices(after: After, codes: Codes, rank_of_slot: Sequence[int]) -> F
                 elif "gin(m,s)" in TRAITS[kind].gives:
                     codes.require(codes.of_kind[kind][earlier], gradient[slot])
     return None
-
-
-def require_shares(codes: Codes, rank_of: Sequence[int], rank_of_slot: Sequence[int]) -> list[Fault]:
-    """Let the passes of the vocabulary's shares and the last stage's backward need each other; return what is missing.
-
-    S(m,s) needs out(m,S-1)    T(m,s), V(m,s) need every part(m,·)
-    B(m,S-1), I(m,S-1) need every share(m,·) of the T(m,·); if there is none, every part(m,·)
-    """
-    last, outputs = codes.stages - 1, codes.of_value("out(m,s)")
-    lacking: dict[tuple[str, int], list[int]] = {}
-    for microbatch in range(codes.microbatches):
-        found: dict[Kind, dict[int, int]] = {}
-        for kind in (*SHARED, "B", "I"):
-            row = codes.table[kind][microbatch] if kind in codes.kinds else ()
-            found[kind] = {stage: code for stage, code in enumerate(row) if rank_of[code] != NO_RANK}
-        scores, gradients, weights = (found[kind] for kind in SHARED)
-        needs = {code: [outputs[microbatch * codes.stages + last]] for code in scores.values()}
-        parts = [codes.gives[code] for code in scores.values()]
-        needs |= dict.fromkeys([*gradients.values(), *weights.values()], parts)
-        awaited = [codes.gives[code] for code in gradients.values()] or parts
-        needs |= {found[kind][last]: awaited for kind in ("B", "I") if last in found[kind]}
-        for code, values in needs.items():
-            for value in values:
-                codes.require(code, value)
-        for stage in range(codes.stages):
-            follow = (stage in gradients) + (stage in weights)
-            for what, wrong in (("no S", stage not in scores), ("no T or V", not follow), ("both T and V", follow > 1)):
-                if wrong:
-                    lacking.setdefault((what, stage), []).append(microbatch)
-    return [
-        Fault(
-            "duplicate" if what.startswith("both") else "missing",
-            rank if (rank := rank_of_slot[microbatches[0] * codes.stages + stage]) != NO_RANK else None,
-            None,
-            None,
-            f"micro-batch{'es' * (len(microbatches) > 1)} {ranges(microbatches)}: {what} on stage {stage}'s rank",
-            "every rank runs S, then T or V, on its share of the vocabulary for each micro-batch",
-        )
-        for (what, stage), microbatches in lacking.items()
-    ]
 
 
 def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:

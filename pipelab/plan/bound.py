@@ -13,7 +13,7 @@ from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
-from pipelab.plan.actions import OPTIONAL, SHARED, TRAITS, Action, Item, Kind, Pair
+from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair
 from pipelab.plan.binding import (
     NO_RANK,
     After,
@@ -22,7 +22,6 @@ from pipelab.plan.binding import (
     StagesOfRank,
     ask,
     bind_action,
-    require_shares,
     require_slices,
     stages_by_name,
     stages_by_placement,
@@ -189,8 +188,6 @@ class BoundPlan:
                 codes.recompute(code)
         if "U" in codes.kinds:
             bound._bind_updates()
-        if not set(SHARED).isdisjoint(codes.kinds):
-            bound.faults += require_shares(codes, bound.rank_of, bound.rank_of_slot)
         if after is not None and (fault := require_slices(after, codes, bound.rank_of_slot)):
             bound.faults.append(fault)
         return bound

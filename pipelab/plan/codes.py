@@ -59,7 +59,7 @@ class Codes:
         first_need: by code, a value that the action needs, or `always`. For all but `R`, as the three that follow.
         second_need: by code, another one, or `always`.
         more_needs: by code, what an action needs beside these two: see `require`. Mostly empty.
-        comes: by code, which of the two another stage gives, or `always`.
+        comes: by code, which of the two another stage gives, or `always`. No other value comes from another rank.
         gives: by code, the value that waiting ranks get from the action. `B` gives a second one, `gw`, which only the
             `R` of the same rank needs.
         always: the value that is there from the start.
@@ -106,7 +106,6 @@ class Codes:
         self.second_need: list[int] = []
         self.more_needs: dict[int, tuple[int, ...]] = {}
         self._more_needers: dict[int, tuple[int, ...]] = {}
-        self._more: dict[tuple[int, int], int] = {}  # by code and value of `more_needs`, the number of the travel
         self.comes: list[int] = []
         self.gives: list[int] = []
         numbers = [self.always, *range(self.always + 1)]  # one object for each: value -1, then 0 and on
@@ -130,7 +129,6 @@ class Codes:
 
     def require(self, code: int, value: int) -> None:
         """Let an action need one more value."""
-        self._more[code, value] = 2 * len(self.first_need) + len(self._more)
         self.more_needs[code] = (*self.more_needs.get(code, ()), value)
         self._more_needers[value] = (*self._more_needers.get(value, ()), code)
 
@@ -214,31 +212,14 @@ class Codes:
             listed += self.by_slot(times[kind]) if kind in PER_MICROBATCH else times[kind]
         return listed
 
-    def by_value(self, outputs: Sequence[float], gradients: Sequence[float], others: float = 0.0) -> list[float]:
-        """Return, by value, the number given for the `out` or `gin` of its stage or slot, or for all others."""
+    def by_value(self, outputs: Sequence[float], gradients: Sequence[float]) -> list[float]:
+        """Return, by value, the number given for the `out` or `gin` of its stage or slot; 0 for all others."""
         given = self.by_slot(outputs) + self.by_slot(gradients)
-        return [*given, *[others] * (self.always - len(given)), 0.0]
+        return [*given, *[0.0] * (self.always - len(given)), 0.0]
 
     def by_need(self, by_value: Sequence[float]) -> list[float]:
-        """Return the number of each value where an action needs it, by the numbers of `travel`; the last is 0."""
-        both = zip(self.first_need, self.second_need, strict=True)
-        return [*(by_value[value] for needs in [*both, [value for _, value in self._more]] for value in needs), 0.0]
-
-    def travel(self, code: int, value: int) -> int:
-        """Return a number for a value where an action needs it: `2 * code` for the first need, one more for the next.
-
-        Example:
-            >>> codes = Codes(stages=2, microbatches=3)
-            >>> code = codes.table["B"][0][0]
-            >>> [codes.travel(code, value) - 2 * code for value in codes.needs(code)]
-            [0, 1]
-        """
-        number = self._more.get((code, value))
-        return 2 * code + (value != self.first_need[code]) if number is None else number
-
-    def needers_by_travel(self) -> list[int]:
-        """Return the code of the action that needs the value, by the numbers of `travel`."""
-        return [*(code for code in range(len(self.first_need)) for _ in range(2)), *(code for code, _ in self._more)]
+        """Return, by code, the number of the value that comes to it; the last, of `NOTHING`, is 0."""
+        return [*(by_value[value] for value in self.comes), *[0.0] * (len(self.kind) - len(self.comes) + 1)]
 
     def by_slot(self, numbers: Sequence[float]) -> list[float]:
         """Return one number per slot, from one per stage or one per slot."""

@@ -223,8 +223,8 @@ def network_of(
 
     A job is a rank and the code that it runs, or the two codes of a pair that share a slot, if its forward is among
     `pairs` and pairs can run so; an `R` is one on each rank of its group. It follows the one before it on its rank (an
-    `R`: on each rank of its group), then the givers of what it needs. What travels from another rank has its number by
-    `Codes.travel`.
+    `R`: on each rank of its group), then the givers of what it needs. What travels from another rank has the
+    code that needs it as its number.
 
     Move `k` of the plan is a job too, with the code `k` after the last one, unless `moves` is false. It follows what
     comes before it on its rank, on its channel, and of what it moves; an `R` beside computing, what comes before it on
@@ -274,7 +274,7 @@ def network_of(
             for code in unit:
                 for value in codes.needs(code):
                     crosses = jobs[made[value]][0] != rank
-                    after.append((made[value], codes.travel(code, value) if crosses else NOTHING))
+                    after.append((made[value], code if crosses else NOTHING))
                 after += [(moved[at], NOTHING) for at in awaited.get(code, ())]
             latest[rank] = len(jobs)
             jobs.append((rank, tuple(unit)))

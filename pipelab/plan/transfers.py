@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipelab.errors import UsageError
-from pipelab.plan.actions import SHARED, Pair
+from pipelab.plan.actions import Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import cell
 from pipelab.plan.fault import shorten
@@ -149,11 +149,6 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
 def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
     """Return, by value, what crosses from one rank to another in a legal plan."""
     rank_of = bound.rank_of
-    if shared := set(SHARED).intersection(bound.kinds):
-        raise UsageError(
-            f"a plan with {', '.join(sorted(shared))}: all ranks wait for all, and such values are not laid out as "
-            "sends and receives\n  try: pipelab.simulate without order, transport and max_outstanding_sends"
-        )
     found: dict[int, Crossing] = {}
     for rank, row in enumerate(bound.rows):
         for needer in row:

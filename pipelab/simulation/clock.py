@@ -7,7 +7,7 @@ from functools import partial
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
 from pipelab.errors import CostError, ScheduleError, require_size
-from pipelab.plan.actions import HALVES, SHARED
+from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import network_of, traverse
@@ -99,10 +99,10 @@ def simulate(
         walked = walk.order
     other = transport != "buffered" or sends is not None
     slow = cost.sender == "busy" or cost.slowdown > 1
-    if (bound.moves and (other or slow)) or (slow and (set(SHARED) & set(bound.kinds))):
+    if bound.moves and (other or slow):
         raise CostError(
-            f"{plan.name} has {bound.moves[0].action if bound.moves else SHARED[0]}: what runs beside computing, or on "
-            "all ranks, is simulated where transfers neither queue nor slow work down\n"
+            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers neither "
+            "queue nor slow work down\n"
             "  try: leave out transport, sends, sender and slowdown"
         )
     if other:
@@ -146,7 +146,7 @@ def _clock(
     codes, rank_of = bound.codes, bound.rank_of
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     lasts, delay = cost.lengths(plan)
-    first_lag, second_lag, late = _lags(bound, delay)
+    first_lag, second_lag = _lags(bound, delay)
 
     needs_more = codes.more_needs.keys() | (set() if paired is None else bound.pairs)
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
@@ -182,8 +182,8 @@ def _clock(
                     slot.append(order[at + 1])
                     for need, lag in ((first_need, first_lag), (second_need, second_lag)):
                         start = max(start, ready[need[slot[1]]] + lag[slot[1]])
-                more = ((each, value) for each in slot for value in codes.more_needs.get(each, ()))
-                start = max([start, *(ready[need[1]] + late.get(need, 0.0) for need in more)])
+                more = (ready[value] for each in slot for value in codes.more_needs.get(each, ()))
+                start = max([start, *more])
                 end = start + lasts[code]
                 if paired is not None and len(slot) > 1:
                     end = start + paired[codes.slot[code]]
@@ -209,18 +209,16 @@ def _beside(
     return begun, ended, delay
 
 
-def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float], dict[tuple[int, int], float]]:
-    """Return, by code, how long its two inputs travel; by code and value, how long others do. 0 on its own rank."""
+def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float]]:
+    """Return, by code, how long its two inputs travel; 0 on its own rank."""
     codes, rank_of = bound.codes, bound.rank_of
     none = [0.0] * len(codes.gives)
     if not any(delay):
-        return none, none, {}
+        return none, none
     first, second = list(none), list(none)
     for row in bound.rows:
         for code in row:
             value = codes.always if codes.collective[code] else codes.comes[code]
             if value != codes.always and rank_of[bound.giver_of[value]] != rank_of[code]:
                 (first if value == codes.first_need[code] else second)[code] = delay[value]
-    more = ((code, value) for code, values in codes.more_needs.items() for value in values)
-    crossing = (need for need in more if rank_of[bound.giver_of[need[1]]] != rank_of[need[0]])
-    return first, second, {need: delay[need[1]] for need in crossing}
+    return first, second

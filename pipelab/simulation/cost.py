@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from pipelab.errors import CostError, require_size
-from pipelab.plan.actions import FINITE, KINDS, SHARED, TRAITS, Kind, finite
+from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
@@ -30,14 +30,14 @@ _WORK = ("forward", "backward", "input_grad", "weight_grad", "recompute")
 _PER_ROW = (*_WORK, "pair", "activation_bytes", "boundary_gradient_bytes")
 """The costs that grow with the rows of a micro-batch; only they may be functions of it."""
 
-_ONCE = ("all_reduce", "update", "vocabulary", "vocabulary_grad")
+_ONCE = ("all_reduce", "update")
 """The costs of actions that not every plan lists."""
 
 _MOVES = ("gather", "offload", "load")
 """The costs of moves."""
 
 _PER_STAGE = (*_PER_ROW, *_ONCE, *_MOVES)
-_SHARED = (*_PER_ROW, "vocabulary", "vocabulary_grad", "offload", "load")
+_SHARED = (*_PER_ROW, "offload", "load")
 """The costs of which one micro-batch of several has a share."""
 
 _FEWEST = 3
@@ -81,9 +81,6 @@ class Cost:
         all_reduce_runs: `"in-row"`: a rank does nothing else during an `R`. `"beside"`: an `R` begins on a channel of
             its ranks when all of them have come to it and the `R` before it is over, and they compute meanwhile.
         update: time of `U`.
-        vocabulary: time of `S`, the scores of a share of the vocabulary. What the last stage's backward waits for comes
-            from all ranks, and takes the latency.
-        vocabulary_grad: time of `T` or `V`, its gradients.
         gather: time of `UNSHARD`, on a channel beside computing.
         offload: time of `OFFLOAD`, likewise.
         load: time of `LOAD`, likewise.
@@ -142,8 +139,6 @@ class Cost:
     all_reduce: Number = 0
     all_reduce_runs: Literal["in-row", "beside"] = "in-row"
     update: Number = 0
-    vocabulary: Number = 0
-    vocabulary_grad: Number = 0
     gather: Number = 0
     offload: Number = 0
     load: Number = 0
@@ -400,11 +395,9 @@ class Cost:
         outputs, gradients = (each * (len(ranks) // len(each)) for each in (outputs, gradients))
         assert isinstance(self.links, Links)  # made of a dict when the cost was made
         time = self.links.time
-        shares = set(ranks) if not set(SHARED).isdisjoint(plan.bound.kinds) else ()  # the last output goes to all
         for slot, rank in enumerate(ranks):
             stage = slot % stages
-            to = ranks[slot + 1 : slot + 2] if stage + 1 < stages else shares
-            outputs[slot] = max((time(rank, other, outputs[slot]) for other in to), default=0.0)
+            outputs[slot] = time(rank, ranks[slot + 1], outputs[slot]) if stage + 1 < stages else 0.0
             gradients[slot] = time(rank, ranks[slot - 1], gradients[slot]) if stage else 0.0
         return outputs, gradients
 
@@ -415,9 +408,7 @@ class Cost:
             name: self._each(name, plan, self._share(plan)) for name in ("all_reduce", *_MOVES) if moves
         }
         moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
-        links = self.links if isinstance(self.links, Links) else None  # a dict became one when the cost was made
-        far = max((links.time(0, rank, 0) for rank in range(plan.ranks)), default=0.0) if links else self.latency
-        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan), far)
+        return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan))
 
     def table(self, plan: Plan) -> dict[str, list[float]]:
         """Return how long each kind of a plan's actions takes, and its values travel (`out`, `gin`), as traces save it.

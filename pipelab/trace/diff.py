@@ -275,8 +275,8 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
 class _Effects:
     """What each action adds to the makespan, by part."""
 
-    def __init__(self, number: Mapping[int, int], needers: Sequence[int], waiting: Collection[int]) -> None:
-        self.number, self.needers, self.waiting = number, needers, waiting
+    def __init__(self, number: Mapping[int, int], waiting: Collection[int]) -> None:
+        self.number, self.waiting = number, waiting
         self.by_part: dict[Part, list[float]] = {part: [0.0] * len(number) for part in PARTS}
 
     def add_order(self, path: Path, times: Times, weight: float) -> None:
@@ -285,7 +285,7 @@ class _Effects:
         for action in path.actions:
             order[action] += weight * (times.durations[action] + times.lates[action])
         for travel in path.travels:
-            order[self.number[self.needers[travel]]] += weight * times.lags[travel]
+            order[self.number[travel]] += weight * times.lags[travel]
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
@@ -295,7 +295,7 @@ class _Effects:
             lates = moves if action in self.waiting else late_starts
             lates[action] += weight * (after.lates[action] - before.lates[action])
         for travel in path.travels:
-            transfers[self.number[self.needers[travel]]] += weight * (after.lags[travel] - before.lags[travel])
+            transfers[self.number[travel]] += weight * (after.lags[travel] - before.lags[travel])
 
 
 def _changes(before: Trace, after: Trace) -> list[Change]:
@@ -310,7 +310,7 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
     awaited = before.plan.bound.awaited() | after.plan.bound.awaited()
     codes = after.plan.bound.codes
     waiting = {at for key, at in number.items() if key % len(codes.kind) in awaited}
-    effects = _Effects(number, codes.needers_by_travel(), waiting)
+    effects = _Effects(number, waiting)
     if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
         orders.pop()
     for order in orders:

@@ -51,7 +51,7 @@ class Times:
     Attributes:
         durations: how long each action takes, by its number; two that share a turn take half of it each.
         lates: how much later it starts than its rank and all that it needs are there, by its number.
-        lags: how long values travel, by the number of the travel: see `network_of`. The last is 0, where none does.
+        lags: how long a value travels to each action, by its code. The last is 0, where none does.
     """
 
     durations: list[float]
@@ -66,7 +66,7 @@ class Order:
         turns: the numbers of the actions in each turn: one, or two that overlap. A turn comes after those it follows.
         network: what each turn follows, and what travels between them.
         times: the trace's own times.
-        travels: for each value that travels between ranks, whether the rank was idle when it was given.
+        travels: for each action to which a value travels, by code, whether its rank was idle when it was given.
     """
 
     def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
@@ -89,11 +89,10 @@ class Order:
             index = where[keys[0]][1]
             start, end = trace.starts[rank][index], trace.ends[rank][index]
             free = trace.ends[rank][index - 1] if index else trace.start
-            travels = {codes.travel(code, value): (giver, code) for code in slot for value, giver in bound.inputs(code)}
             for turn, what in before:
                 if what != NOTHING:
                     ended = trace.start + self._spans[turn][1]
-                    arrived = arrivals.get(travels[what], ended)
+                    arrived = arrivals.get((bound.giver_of[codes.comes[what]], what), ended)
                     self.times.lags[what], self.travels[what] = arrived - ended, ended >= free
             for key in keys:
                 self.times.durations[number[key]] = (end - start) / len(keys)
@@ -124,9 +123,8 @@ class Order:
                 ends[rank][index] = end
         moved = []
         for sent in trace.transfers:
-            needer, giver = codes.code(sent.needer), codes.code(sent.giver)
-            left = ended[self._turn_of[giver]]
-            end = left + times.lags[codes.travel(needer, codes.gives[giver])]
+            left = ended[self._turn_of[codes.code(sent.giver)]]
+            end = left + times.lags[codes.code(sent.needer)]
             moved.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
         return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import pipelab
-from pipelab import UsageError, building_block, check, reroute, simulate
+from pipelab import UsageError, building_block, check, simulate
 
 ONE = {"0F": 0, "1F": 1, "1B": 2, "0B": 4}
 
@@ -67,24 +67,6 @@ def test_a_block_that_cannot_be_is_refused_with_its_slots(passes, interval, told
 def test_a_place_that_leaves_a_stage_or_a_rank_out_is_refused(place):
     with pytest.raises(UsageError, match="place="):
         building_block(ONE, 6, place)
-
-
-def test_a_failed_ranks_micro_batches_run_on_the_ranks_that_hold_its_stage():
-    both = pipelab.replicate(pipelab.OneFOneB(4, 8), 3)
-    plan = reroute(both, [1, 6]).plan()
-    assert not check(plan)
-    assert plan.rows[1] == plan.rows[6] == ()
-    assert [rank for rank, row in enumerate(plan.rows) if len(row) > 17] == [2, 5, 9, 10]
-    assert reroute(both, 1).plan() == reroute(both, [1]).plan()
-    assert reroute(both, []).plan().replicas == both.plan().replicas
-
-
-@pytest.mark.parametrize(
-    ("failed", "told"), [([1, 5], "no other rank holds stage 1"), ([8], "there is no rank 8"), ([-1], "no rank -1")]
-)
-def test_a_failure_that_leaves_a_stage_on_no_rank_is_refused(failed, told):
-    with pytest.raises(UsageError, match=told):
-        reroute(pipelab.replicate(pipelab.GPipe(4, 4), 2), failed)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 8), (3, 9), (4, 8), (4, 12), (4, 16)])

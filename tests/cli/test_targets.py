@@ -176,7 +176,7 @@ def test_what_is_not_there_is_told_with_what_is(pipelab_command, folder):
     assert "GPipe is imported in imports.py" in pipelab_command("check", "imports.py:GPipe")[2]
 
 
-@pytest.mark.parametrize("name", ["bpipe", "pipe-offload", "pipedream", "2bw", "vocabulary-parallel"])
+@pytest.mark.parametrize("name", ["bpipe", "pipe-offload", "pipedream", "2bw"])
 def test_a_schedule_beside_the_catalogue_is_found_by_name(pipelab_command, name):
     assert name not in pipelab.schedules
     assert pipelab_command("check", name)[0] == 0

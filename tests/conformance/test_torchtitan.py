@@ -75,7 +75,6 @@ def test_more_than_two_stages_per_rank_need_a_number_of_layers(tmp_path):
 REFUSED = {
     "stages 0…3 are on several ranks": pipelab.DualPipe(4, 8),
     "reads F, B, I, W and pairs of F and B only": pipelab.PipeDream(2, 4),
-    "has 0S0, and PyTorch's runtime reads": pipelab.VocabularyParallel(2, 4),
     "a plan without UNSHARD": pipelab.with_gathers(pipelab.OneFOneB(2, 4)),
     "slices of sequences": pipelab.schedules["seq1f1b"](2, 4),
     "in the order 1, 0, and": Plan.parse("0F1 0F0 0B1 0B0; 1F1 1F0 1B1 1B0"),

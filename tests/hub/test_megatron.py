@@ -86,7 +86,6 @@ def every_layout(stages: int, ranks: int, decoders: int, mtp: int) -> list[str]:
         (pipelab.ZBH1(3, 4), 6, 0, {"first_stage": "as-run"}),
         (pipelab.Interleaved1F1B(2, 4), 7, 1, {"latency": 0.1}),
         (pipelab.with_recompute(pipelab.OneFOneB(3, 4)), 7, 0, {"recompute": [3, 1, 1]}),
-        (pipelab.VocabularyParallel(3, 4), 7, 0, {"vocabulary": 3, "vocabulary_grad": [0, 0, 5]}),
         (pipelab.with_gathers(pipelab.OneFOneB(3, 4)), 7, 0, {"gather": [9, 1, 1]}),
         (
             pipelab.Plan.parse("0F0 0F1 0B0 0B1 0R; 1F0 1B0 1F1 1B1 1R"),

@@ -39,8 +39,7 @@ def shaken(trace, seed, share=0.3):
     codes, moved = trace.plan.bound.codes, []
     for each in trace.transfers:
         giver, needer = codes.code(each.giver), codes.code(each.needer)
-        (which,) = (at for at, value in enumerate(codes.needs(needer)) if giver in codes.givers(value))
-        left, lag = begun[number[giver]][1], times.lags[2 * needer + which]
+        left, lag = begun[number[giver]][1], times.lags[needer]
         moved.append(Transfer(each.source, each.target, each.giver, each.needer, left, left + lag))
     return Trace(trace.plan, *rows, unit=trace.unit, source="measured", transfers=moved)
 
@@ -190,18 +189,6 @@ def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
     together = Plan([[F(0, 0), F(0, 1), B(0, 1), B(0, 0)], []], stages=2, microbatches=1)
     before, after = (pipelab.simulate(plan, Cost(latency=1, per="stage")) for plan in (apart, together))
     assert pipelab.diff(before, after).parts == {"order": -2}
-
-
-def test_what_an_action_needs_beside_two_values_is_counted_for_it():
-    schedule = pipelab.VocabularyParallel(4, 4)
-    before, after = (pipelab.simulate(schedule, Cost(vocabulary=1, latency=each)) for each in (0.5, 1))
-    found = pipelab.diff(before, after)
-    assert found.parts == {"transfers": pytest.approx(after.makespan - before.makespan)}
-    assert found.by("kind")["S"] > 0 < found.by("kind")["B"]
-    codes = before.plan.bound.codes
-    needers = codes.needers_by_travel()
-    needs = [(code, value) for code in range(len(codes.first_need)) for value in codes.needs(code)]
-    assert [needers[codes.travel(*need)] for need in needs] == [code for code, _ in needs]
 
 
 def test_what_cannot_be_compared_is_refused_with_the_reason():

@@ -100,7 +100,7 @@ from pipelab.simulation.cost import Cost
 from pipelab.simulation.links import Links, all_reduce_time
 from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import optimum
-from pipelab.simulation.what_if import jitter, what_if
+from pipelab.simulation.what_if import what_if
 from pipelab.simulation.wire import lower
 from pipelab.trace.diff import Diff, diff
 from pipelab.trace.trace import Trace
@@ -199,7 +199,6 @@ __all__ = [
     "diff",
     "emulated",
     "frontier",
-    "jitter",
     "layout",
     "lower",
     "lower_bound",

@@ -69,9 +69,8 @@ def test_a_trace_of_whole_backwards_gives_halves(names):
     assert first["W"] == pytest.approx(names["cost"].backward[0])
 
 
-def test_a_fine_cut_and_noise_predict_too(names):
+def test_a_fine_cut_predicts_a_coarse_one(names):
     assert names["coarse"].plan.stages == 2
-    assert names["noisy"].quantile(0.95) > names["noisy"].undisturbed
 
 
 def test_a_timeout_names_ranks_and_the_line(names):

@@ -6,7 +6,7 @@
 - `cost`: `Cost`: how long actions and transfers take
 - `links`: `Links` between ranks; `all_reduce_time`
 - `fitting`: a cost from a trace
-- `what_if`: `what_if`: what one rank's delay costs; `jitter`: slow ranks, and noise on every action
+- `what_if`: `what_if`: what one rank's delay costs
 - `bounds`: `lower_bound`: a time that no order can undercut
 - `optimum`: `optimum`: the best order, and whether it is proven
 - `memory`: `memory_use`: how many bytes every rank holds, and when it passes a cap

@@ -8,7 +8,7 @@ import random
 import pytest
 
 import pipelab
-from pipelab import B, Cost, F, Trace, check, compare, jitter, lower_bound, replicate, simulate
+from pipelab import B, Cost, F, Trace, check, compare, lower_bound, replicate, simulate
 from pipelab.draw import page
 from pipelab.plan.actions import Pair
 
@@ -155,7 +155,6 @@ def test_everything_that_reads_a_trace_reads_this_one(tmp_path):
     assert "all-reduce 2.5" in str(trace)
     assert "0R runs beside computing" in trace.why(0, at=15)
     assert compare(both, cost=cost).rows[0].makespan == 16 == lower_bound(trace)
-    assert jitter(both, cost, spread=0, draws=1).makespans == (16.0,)
     assert pipelab.lower(trace.plan).rows == pipelab.lower(both.plan()).rows
     assert pipelab.memory_use(trace, pipelab.Memory(weights=3, gradients=2)).peaks == (10,) * 4
     assert '"0R","R"' in trace.save(tmp_path / "a.html").read_text(encoding="utf-8").replace(" ", "")

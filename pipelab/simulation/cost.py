@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import exp, log1p, sqrt
 from statistics import fmean, stdev
@@ -14,7 +14,7 @@ from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import readable, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
-from pipelab.simulation.fitting import fitted, groups, listed, shares, spread
+from pipelab.simulation.fitting import fitted, groups, listed, spread
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace
 
@@ -322,35 +322,29 @@ class Cost:
 
         return replace(self, **{name: merge(name, getattr(self, name)) for name in _PER_STAGE})
 
-    def shared(self, microbatches: int, fixed: float | Mapping[int, Cost] = 0) -> Cost:
+    def shared(self, microbatches: int) -> Cost:
         """Return the costs of one micro-batch, if these are the costs of a whole batch.
 
         Times of work and sizes of activations are divided. Latency, bandwidth, parameters and their all-reduce do not
         depend on the number of rows and stay the same.
 
-        Args:
-            microbatches: into how many the batch is cut.
-            fixed: the part of each action's time that does not depend on the rows: one number, or `{n: cost}`, the
-                costs measured with the batch cut into `n`. From these follows the fixed part of each kind and stage.
-
         Example:
-            >>> whole = Cost(forward=80, latency=5)
-            >>> whole.shared(8).forward, whole.shared(8, fixed=16).forward
-            (10.0, 24.0)
-
-            Half of the rows took 44, not 40, so 8 of the 80 are fixed and 72 are shared:
-
-            >>> whole.shared(8, fixed={2: Cost(forward=44, backward=1)}).forward
-            17.0
+            >>> Cost(forward=80, latency=5).shared(8).forward
+            10.0
 
         Raises:
             UsageError: if `microbatches` is not a positive whole number.
-            CostError: if `fixed` is neither; if its cost has other stages or is a function; or if a time would be below
-                0, because few rows took less than their share.
         """
         count = require_size("microbatches", microbatches)
-        times, sizes = ({name: getattr(self, name) for name in _SHARED if (name in _KEPT) == kept} for kept in (0, 1))
-        return replace(self, **shares(times, count, fixed), **shares(sizes, count))
+
+        def part(value: Any) -> Any:
+            if callable(value):
+                return lambda microbatch, stage: value(microbatch, stage) / count
+            if isinstance(value, Sequence):
+                return tuple(number / count for number in value)
+            return None if value is None else value / count
+
+        return replace(self, **{name: part(getattr(self, name)) for name in _SHARED})
 
     def times(self, plan: Plan) -> dict[Kind, list[float]]:
         """Return, for each kind of action, its time on every stage of a plan.

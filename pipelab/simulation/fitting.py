@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import fmean, median
@@ -226,50 +226,6 @@ def _travel(moved: Spans, trace: Trace, middle: Callable[[list[float]], float]) 
         for name, kind in (("activation_bytes", "F"), ("boundary_gradient_bytes", "B"))
     }
     return {"latency": latency, "bandwidth": 1, **sizes}
-
-
-def shares(times: Mapping[str, Any], count: int, fixed: Any = 0) -> dict[str, Any]:
-    """Return what one of `count` micro-batches takes, from the times of a whole batch; see `Cost.shared`.
-
-    A time is a line over the rows: `fixed + work / count`. From two points, the whole and its part `1 / cut`, follows
-    any other.
-    """
-    if not isinstance(fixed, Mapping):
-        stays = finite(fixed)
-        if stays is None:
-            raise CostError(f"fixed={shorten(fixed)}: expected a time, 0 or more, or {{n: cost}}")
-        return {
-            name: _each(name, lambda whole: min(stays, whole) + (whole - min(stays, whole)) / count, value)
-            for name, value in times.items()
-        }
-    cut, part = next(iter(fixed.items()), (1, None))
-    if len(fixed) != 1 or not all(hasattr(part, name) for name in times) or require_size("fixed", cut) == 1:
-        raise CostError(f"fixed={shorten(fixed)}: expected {{n: cost}}, one cost with the batch cut into n, 2 or more")
-    far = cut * (count - 1) / (count * (cut - 1))
-    return {
-        name: _each(name, lambda whole, less: whole + (less - whole) * far, value, getattr(part, name))
-        for name, value in times.items()
-    }
-
-
-def _each(name: str, scaled: Callable[..., float], *values: Any) -> Any:
-    """Return a time scaled: a number, one number per stage, or a function, as it was given."""
-    if all(value is None for value in values):
-        return None
-    if len(values) == 1 and callable(values[0]):
-        return lambda microbatch, stage: scaled(values[0](microbatch, stage))
-    listed = [value if isinstance(value, Sequence) else (value,) for value in values]
-    if len(set(map(len, listed))) > 1 or any(finite(number) is None for each in listed for number in each):
-        raise CostError(
-            f"{name}={shorten(values[0])}, and {shorten(values[1])} in fixed: fit both from the same stages"
-        )
-    made = tuple(scaled(*numbers) for numbers in zip(*listed, strict=True))
-    if min(made) < 0:
-        raise CostError(
-            f"{name} would be {min(made):.3g}: it is {shorten(values[0])} for the whole batch and {shorten(values[1])} "
-            "for the part in fixed, so it shrinks faster than the rows; measure a finer cut and give that"
-        )
-    return made if isinstance(values[0], Sequence) else made[0]
 
 
 def groups(given: int, wanted: int | Sequence[int]) -> Iterator[range]:

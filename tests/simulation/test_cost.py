@@ -90,44 +90,6 @@ def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
         whole.shared(0)
 
 
-def rows_of(count):
-    """Return a batch of 64 rows cut into so many, if an action takes a fixed time and one for each row."""
-    rows = 64 / count
-    return Cost(
-        forward=[1 + rows, 2 * rows], backward=[3 + rows, 0], input_grad=0.5 + rows, activation_bytes=rows, latency=2,
-        per="stage",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 16, 64])
-@pytest.mark.parametrize("cut", [2, 8, 64])
-def test_two_sizes_of_micro_batches_predict_every_other(count, cut):
-    assert rows_of(1).shared(count, fixed={cut: rows_of(cut)}) == rows_of(count)
-
-
-def test_a_fixed_time_is_not_shared_and_is_never_longer_than_the_action():
-    cost = Cost(forward=[8, 1, 0], backward=lambda m, s: 8 * m, latency=3).shared(2, fixed=2)
-    assert (cost.forward, cost.backward(1, 0), cost.backward(0, 0), cost.latency) == ((5, 1, 0), 5, 0, 3)
-
-
-def test_a_part_that_took_less_than_its_share_predicts_no_time_below_zero():
-    whole, half = Cost(forward=8), Cost(forward=3)
-    assert whole.shared(2, fixed={2: half}).forward == 3
-    with pytest.raises(CostError, match="forward would be -1.38"):
-        whole.shared(16, fixed={2: half})
-
-
-@pytest.mark.parametrize(
-    "fixed",
-    [-1, "1", None, {}, {2: 3}, {1: Cost()}, {2: Cost(), 4: Cost()}, {2: Cost(forward=[1, 2])}, {2: Cost(pair=1)},
-     {2: Cost(forward=lambda m, s: 1)}],
-    ids=range(10),
-)  # fmt: skip
-def test_what_tells_no_fixed_time_is_refused(fixed):
-    with pytest.raises(CostError, match="fixed"):
-        Cost().shared(2, fixed=fixed)
-
-
 def test_an_all_reduce_costs_the_same_whether_it_is_listed_or_not():
     assert simulate(REPLICATED, Cost(all_reduce=5)).makespan == 8
     silent = Plan.parse(["0F0 0B0", "0F1 0B1"])

@@ -123,14 +123,14 @@ def best_layout(
         'Ett|tt|tt|(t*3|)*4mL'
 
     Raises:
-        UsageError: if stages are elsewhere, or a layer has no time; if the cost has a `pair`, a busy sender or a
-            slow-down, which the search does not count.
+        UsageError: if stages are elsewhere, or a layer has no time; if the cost has a `pair` or a busy
+            sender, which the search does not count.
     """
     import numpy
 
     cost = cost or Cost()
-    if cost.pair is not None or cost.sender == "busy" or cost.slowdown > 1:
-        raise UsageError("a search for layouts has no pairs in one slot, busy senders or slow-downs: leave them out")
+    if cost.pair is not None or cost.sender == "busy":
+        raise UsageError("a search for layouts has no pairs in one slot and no busy senders: leave them out")
     plan = as_plan(schedule).reducing(beside=cost.all_reduce_runs == "beside")
     codes, (jobs, network) = plan.bound.codes, network_of(plan.bound, ())
     lasts, delay = cost.lengths(plan)

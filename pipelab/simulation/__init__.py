@@ -2,7 +2,6 @@
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
 - `wire`: the same, with sends and receives that wait in queues; `lower`
-- `contention`: the same, with transfers that keep ranks busy or slow them down
 - `cost`: `Cost`: how long actions and transfers take
 - `links`: `Links` between ranks; `all_reduce_time`
 - `fitting`: a cost from a trace

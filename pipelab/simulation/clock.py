@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
@@ -10,10 +11,9 @@ from pipelab.errors import CostError, ScheduleError, require_size
 from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.order import network_of, traverse
+from pipelab.plan.order import NOTHING, Link, Network, network_of, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words
-from pipelab.simulation.contention import contended
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.simulation.wire import on_the_wire
 from pipelab.trace.events import Event
@@ -71,7 +71,7 @@ def simulate(
     Raises:
         ScheduleError: if the plan has faults; or if its sends and receives wait for each other in a circle.
         CostError: if a list of the cost does not have one number per stage; if the transport is not buffered and the
-            cost has a busy sender or a slow-down.
+            cost has a busy sender.
         UsageError: if `replicas` or `max_outstanding_sends` is not a positive whole number, or if no order of waits
             keeps to that; if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
@@ -82,11 +82,9 @@ def simulate(
     cost = as_cost(cost)
     require_words(order, transport)
     sends = None if max_outstanding_sends is None else require_size("max_outstanding_sends", max_outstanding_sends)
-    if (transport != "buffered" or sends is not None) and (cost.sender == "busy" or cost.slowdown > 1):
-        raise CostError(
-            f"transport={transport!r}, sender={cost.sender!r}, slowdown={cost.slowdown:g}: a busy sender and a "
-            "slow-down need transport='buffered'; leave out one or the other"
-        )
+    queues = transport != "buffered" or sends is not None
+    if queues and cost.sender == "busy":
+        raise CostError(f"transport={transport!r}, sender='busy': a busy sender needs buffered transfers; drop one")
     walked = require_legal(plan).order
     plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
     bound = plan.bound
@@ -97,20 +95,15 @@ def simulate(
             faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
             raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
         walked = walk.order
-    other = transport != "buffered" or sends is not None
-    slow = cost.sender == "busy" or cost.slowdown > 1
-    if bound.moves and (other or slow):
+    if bound.moves and queues:
         raise CostError(
-            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers neither "
-            "queue nor slow work down\n"
-            "  try: leave out transport, sends, sender and slowdown"
+            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers do not "
+            "queue\n  try: leave out transport and sends"
         )
-    if other:
+    if queues:
         return on_the_wire(plan, cost, paired, order, transport, sends)
-    if slow:
-        begun, ended, delay = contended(plan, cost, paired)
-    elif bound.moves:
-        begun, ended, delay = _beside(plan, bound, cost, paired)
+    if bound.moves or cost.sender == "busy":
+        begun, ended, delay = _by_network(plan, bound, cost, paired)
     else:
         begun, ended, delay = _clock(plan, bound, walked, cost, paired)
     return Trace(
@@ -195,18 +188,31 @@ def _clock(
     return begun, ended, delay
 
 
-def _beside(
+def _by_network(
     plan: Plan, bound: BoundPlan, cost: Cost, paired: list[float] | None
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return the start and end of every code and move, and the travel time of every value, of a plan with moves."""
+    """Return the start and end of every code and move, and the travel time of every value: slower than `_clock`."""
     lasts, delay = cost.lengths(plan)
     jobs, network = network_of(bound, () if paired is None else bound.pairs)
     times = [lasts[slot[0]] if len(slot) == 1 else (paired or [])[bound.codes.slot[slot[0]]] for _, slot in jobs]
+    if cost.sender == "busy":
+        network = _held_until_sent(network)
     begun, ended = [0.0] * len(lasts), [0.0] * len(lasts)
     for (_, slot), start, last in zip(jobs, network.starts(times, bound.codes.by_need(delay)), times, strict=True):
         for code in slot:
             begun[code], ended[code] = start, start + last
     return begun, ended, delay
+
+
+def _held_until_sent(network: Network) -> Network:
+    """Return a network in which what follows a job on its rank also waits until all that the job sends has arrived."""
+    sent: dict[int, list[Link]] = defaultdict(list)
+    for before in network.follows:
+        for job, what in before:
+            if what != NOTHING:
+                sent[job].append((job, what))
+    held = ([link for job, what in before if what == NOTHING for link in sent[job]] for before in network.follows)
+    return Network([[*before, *more] for before, more in zip(network.follows, held, strict=True)])
 
 
 def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float]]:

@@ -90,9 +90,6 @@ class Cost:
             a dict of its three arguments.
         sender: `"free"`: another device moves the values, and the sending rank goes on immediately. `"busy"`: the
             sending rank is idle until all that it sends has arrived.
-        slowdown: how many times as long work takes while a value travels from or to its rank, 1 or more. With a
-            slow-down of 2, a rank does only 2 units of work in 4 units of a transfer. Transfers and `R` are not slowed
-            down.
         activation_bytes: bytes that a stage's forward sends on for one micro-batch; they take time if there is a
             bandwidth.
         boundary_gradient_bytes: bytes that a stage's backward sends back for one micro-batch; they take time if there
@@ -117,13 +114,10 @@ class Cost:
         >>> pipelab.simulate(pipelab.GPipe(2, 4), half).makespan
         13.5
 
-        A transfer takes 0.5, and work goes at half its speed meanwhile:
+        A transfer takes 0.5, and the sender does nothing meanwhile:
 
-        >>> for more in ({}, {"sender": "busy"}, {"slowdown": 2}):
-        ...     pipelab.simulate(pipelab.GPipe(2, 4), Cost(latency=0.5, **more)).makespan
-        16.0
+        >>> pipelab.simulate(pipelab.GPipe(2, 4), Cost(latency=0.5, sender="busy")).makespan
         19.0
-        17.5
 
     Raises:
         CostError: if a number is neither 0 nor between 1e-30 and 1e+30, or a cost is of another type; if there are
@@ -146,7 +140,6 @@ class Cost:
     bandwidth: float | None = None
     links: Links | dict[str, Any] | None = None
     sender: Literal["free", "busy"] = "free"
-    slowdown: float = 1
     activation_bytes: PerSlot = 0
     boundary_gradient_bytes: PerSlot = 0
     per: Literal["rank", "stage"] = "rank"
@@ -165,7 +158,7 @@ class Cost:
                     raise CostError(f"{fault.message}\n  try: {fault.hint}")
                 continue
             several = isinstance(value, Sequence)
-            if several and name in ("latency", "bandwidth", "slowdown"):
+            if several and name in ("latency", "bandwidth"):
                 raise CostError(f"{name}={shorten(value)}: expected one number, not a list")
             numbers = tuple(map(finite, value if several else (value,)))
             if not numbers or None in numbers:
@@ -180,8 +173,6 @@ class Cost:
             raise CostError(f"unit={shorten(self.unit)}: expected a text, such as 'ms'")
         if self.bandwidth == 0:
             raise CostError("bandwidth=0: nothing would ever arrive; leave it out if size does not matter")
-        if self.slowdown < 1:
-            raise CostError(f"slowdown={self.slowdown}: expected 1 or more, as communication makes no work quicker")
         if isinstance(self.links, dict) and set(self.links) == {each.name for each in fields(Links)}:
             object.__setattr__(self, "links", Links(**self.links))
         if not (self.links is None or isinstance(self.links, Links)):

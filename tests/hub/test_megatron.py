@@ -121,7 +121,7 @@ def test_what_does_not_fit_the_schedule_is_refused():
         best_layout(pipelab.ZBV(2, 4), 6, TIMES)
     with pytest.raises(UsageError, match="no time is given for L"):
         best_layout(pipelab.OneFOneB(2, 4), 6, {"E": 0, "t": 1})
-    for cost in ({"pair": 2.5}, {"sender": "busy"}, {"slowdown": 2}):
+    for cost in ({"pair": 2.5}, {"sender": "busy"}):
         with pytest.raises(UsageError, match="search for layouts has no"):
             best_layout(pipelab.Overlapped1F1B(4, 8), 24, TIMES, cost=pipelab.Cost(**cost))
 

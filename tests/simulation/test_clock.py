@@ -162,6 +162,51 @@ def test_a_transfer_delays_whoever_needs_it_and_keeps_no_rank_busy():
     assert trace.busy == (4, 4)
 
 
+@given(legal_cases(), st.sampled_from([0.25, 1]), st.sampled_from([0, 0.25, 4]))
+def test_a_busy_rank_goes_on_when_all_that_it_sends_has_arrived(case, time, latency):
+    reduce = 1 if reduced(case.plan) else 0
+    trace = simulate(
+        case.plan,
+        Cost(forward=time, backward=2 * time, latency=latency, sender="busy", all_reduce=reduce, per="stage"),
+    )
+    lasts = {"F": time, "B": 2 * time, "I": time, "W": time, "R": 1}
+    for rank in range(case.plan.ranks):
+        free = 0.0
+        for event in trace.events_of(rank):
+            there = [each.end for each in trace.transfers if each.target == rank and each.needer == event.action]
+            sent = [each.end for each in trace.transfers if each.source == rank and each.start <= free]
+            begins = max([free, *there, *sent])
+            assert event.start >= begins if event.action.kind == "R" else event.start == pytest.approx(begins)
+            assert event.duration == pytest.approx(lasts[event.action.kind])
+            free = event.end
+
+
+def test_a_busy_sender_starts_nothing_before_its_value_has_arrived():
+    plan = Plan.parse(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])
+    trace = simulate(plan, Cost(forward=1, backward=1, latency=2, sender="busy"))
+    assert trace.starts == ((0, 3, 10, 13), (3, 6, 7, 10))
+    assert trace.busy == (4, 4)
+    assert simulate(pipelab.GPipe(2, 2), Cost(sender="busy")) == simulate(pipelab.GPipe(2, 2))
+
+
+def test_pairs_in_one_slot_and_moves_wait_for_what_their_rank_sends():
+    slots = simulate(pipelab.DualPipe(2, 4), Cost(pair=2.5, latency=1, sender="busy"))
+    for rank in range(2):
+        starts = [event.start for event in slots.events_of(rank)]
+        sent = [each for each in slots.transfers if each.source == rank]
+        assert sent
+        assert not any(each.start < start < each.end for each in sent for start in starts)
+    offloads = simulate(pipelab.BPipe(4, 6), Cost(latency=1, sender="busy"))
+    sent = {rank: [each for each in offloads.transfers if each.source == rank] for rank in range(4)}
+    assert not any(each.start < move.start < each.end for move in offloads.moves for each in sent[move.rank])
+
+
+@pytest.mark.parametrize("queues", [{"transport": "rank"}, {"max_outstanding_sends": 2}])
+def test_transfers_in_queues_do_not_keep_ranks_busy_as_well(queues):
+    with pytest.raises(CostError, match="busy sender needs buffered"):
+        simulate(pipelab.GPipe(2, 2), Cost(sender="busy"), **queues)
+
+
 def test_activations_and_gradients_have_sizes_of_their_own():
     cost = Cost(forward=1, backward=1, bandwidth=4, activation_bytes=[8, 99], boundary_gradient_bytes=[99, 2])
     trace = simulate(Plan.parse(["0F0 0B0", "1F0 1B0"]), cost)
@@ -268,7 +313,9 @@ def test_nothing_arrives_without_bandwidth():
         Cost(bandwidth=0)
 
 
-@pytest.mark.parametrize(("field", "value"), [("per", "model"), ("first_stage", "real"), ("per", None)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("per", "model"), ("first_stage", "real"), ("per", None), ("sender", "lazy")]
+)
 def test_an_unknown_word_is_refused(field, value):
     with pytest.raises(CostError, match=f"{field}={value!r}: expected '"):
         Cost(**{field: value})

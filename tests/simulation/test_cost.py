@@ -119,8 +119,8 @@ def test_a_number_whose_sums_or_ratios_could_overflow_is_refused_as_traces_refus
 @pytest.mark.parametrize(
     "cost",
     [
-        Cost(forward=1e30, backward=1e30, latency=1e30, slowdown=1e30),
-        Cost(activation_bytes=1e30, boundary_gradient_bytes=1e30, bandwidth=1e-30, slowdown=1e30),
+        Cost(forward=1e30, backward=1e30, latency=1e30),
+        Cost(activation_bytes=1e30, boundary_gradient_bytes=1e30, bandwidth=1e-30),
         Cost(forward=1e-30, backward=1e-30, latency=1e-30),
     ],
     ids=["long", "long on the way", "short"],

@@ -25,6 +25,8 @@ The parts, in reading order:
 - `hub`: what other programs know about a plan: PyTorch's Flight Recorder
 - `labs`: what a course runs and measures
 - `cli`: the command `pipelab`
+- `table`: tables of results
+- `display`: the door to `draw` for whatever can be shown
 - `files`: files written whole or not at all
 - `errors`: one class for each kind of mistake
 """
@@ -71,7 +73,6 @@ from pipelab.catalogue.pipe_offload import PipeOffload
 from pipelab.catalogue.recomputation import with_recompute
 from pipelab.checking.checker import check
 from pipelab.checking.memory import Memory
-from pipelab.draw.table import Column, Table
 from pipelab.errors import (
     NO_TORCH,
     BatchError,
@@ -82,7 +83,6 @@ from pipelab.errors import (
     LossError,
     PipelabError,
     RankError,
-    ScheduleError,
     SplitError,
     StageError,
     StepTimeoutError,
@@ -90,7 +90,7 @@ from pipelab.errors import (
     VerificationError,
 )
 from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, U, W
-from pipelab.plan.fault import Fault
+from pipelab.plan.fault import Fault, ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate, with_gathers
 from pipelab.simulation.bounds import lower_bound
@@ -102,6 +102,7 @@ from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.simulation.optimum import optimum
 from pipelab.simulation.what_if import what_if
 from pipelab.simulation.wire import lower
+from pipelab.table import Column, Table
 from pipelab.trace.diff import Diff, diff
 from pipelab.trace.trace import Trace
 

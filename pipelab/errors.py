@@ -1,7 +1,7 @@
-"""Every error that pipelab raises on purpose: one class for each kind of mistake.
+"""The errors that pipelab raises on purpose: one class for each kind of mistake.
 
 All of them derive from `PipelabError`, so `except pipelab.PipelabError` catches what pipelab says about your input, and
-nothing else.
+nothing else. `ScheduleError` is in `plan/fault.py`, beside the faults that it holds.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import operator
 import reprlib
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pipelab.plan.fault import Fault
+from typing import Any
 
 __all__ = [
     "MOST_SLOTS",
@@ -28,7 +24,6 @@ __all__ = [
     "LossError",
     "PipelabError",
     "RankError",
-    "ScheduleError",
     "SplitError",
     "StageError",
     "StepTimeoutError",
@@ -48,9 +43,6 @@ NO_TORCH = """this needs PyTorch, which is not installed
   try: pip install "torch>=2.12\""""
 """What is said where PyTorch is missing: pipelab is installed without it."""
 
-_MOST_ALIKE = 4
-"""How many faults with the same code a message shows in full."""
-
 
 class PipelabError(Exception):
     """The base of every error that pipelab raises on purpose."""
@@ -66,52 +58,6 @@ class FormatError(PipelabError):
 
 class CostError(PipelabError):
     """A cost or a number of bytes is negative, not a number, or a list whose length is not the number of stages."""
-
-
-class ScheduleError(PipelabError):
-    """A schedule or plan has faults; `faults` holds all of them.
-
-    Example:
-        >>> import pipelab
-        >>> try:
-        ...     pipelab.simulate(pipelab.Plan.parse(["0F0"]))
-        ... except pipelab.ScheduleError as error:
-        ...     [fault.code for fault in error.faults]
-        ['missing']
-    """
-
-    def __init__(self, faults: Sequence[Fault], subject: str = "the plan") -> None:
-        """Keep the faults, and the name of the schedule or plan for the first line of the message."""
-        self.faults = list(faults)
-        self.subject = subject
-        super().__init__(faults, subject)
-
-    def __str__(self) -> str:
-        """Return the number of faults, then the faults, numbered.
-
-        Of many that say the same about other numbers, which mostly have one cause, the first is shown and counted.
-        """
-        count = len(self.faults)
-        lines = [f"{count} fault{'s' if count != 1 else ''} in {clean(self.subject)}"]
-        alike: dict[str, list[int]] = {}
-        for number, fault in enumerate(self.faults, 1):
-            alike.setdefault(fault.alike, []).append(number)
-        few = {each: 0 for numbers in alike.values() if len(numbers) <= _MOST_ALIKE for each in numbers}
-        more = few | {numbers[0]: len(numbers) - 1 for numbers in alike.values() if len(numbers) > _MOST_ALIKE}
-        left = Counter(fault.code for fault in self.faults)
-        shown: Counter[str] = Counter()
-        for number, others in sorted(more.items()):
-            fault = self.faults[number - 1]
-            shown[fault.code] += 1
-            if shown[fault.code] > _MOST_ALIKE:
-                continue
-            left[fault.code] -= 1 + others
-            first, *rest = str(fault).splitlines()
-            lines += [f"{number:2d}. {first}", *(f"    {line}" for line in rest)]
-            lines += [f"    … and {others} more like it: error.faults holds all"] if others else []
-            if shown[fault.code] == _MOST_ALIKE and left[fault.code]:
-                lines.append(f"    … and {left[fault.code]} more {fault.code}: error.faults holds all")
-        return "\n".join(lines)
 
 
 class EngineError(PipelabError):

@@ -12,12 +12,12 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from pipelab.checking.checker import Faults, as_plan, require_legal
-from pipelab.errors import ScheduleError, require_size, require_slots
+from pipelab.errors import require_size, require_slots
 from pipelab.plan.actions import RESHARD, UNSHARD, Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
-from pipelab.plan.fault import Fault, line_of_function, readable, shorten, students_line
+from pipelab.plan.fault import Fault, ScheduleError, line_of_function, readable, shorten, students_line
 from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit

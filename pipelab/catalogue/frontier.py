@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.catalogue import schedules
 from pipelab.catalogue.building_block import BuildingBlock, first_fit
+from pipelab.display import show
 from pipelab.errors import require_size
 from pipelab.files import write
 from pipelab.simulation.clock import simulate
@@ -18,7 +19,7 @@ from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.draw.table import Table
+    from pipelab.table import Table
 
 _INTERVALS = 6, 7, 9, 12
 """Every how many slots a micro-batch enters: a rank has six slots of work for it. More slots need less memory."""
@@ -75,20 +76,7 @@ class Frontier:
     @property
     def table(self) -> Table:
         """All blocks and schedules, from the least memory on."""
-        from pipelab.draw import wording
-        from pipelab.draw.table import Column, Table
-
-        every = sorted([*self.schedules, *self.points], key=lambda each: (each.held, each.makespan))
-        best = self.best
-        keys = "name", "held", "makespan", "bubble"
-        rows = [{key: getattr(each, key) for key in keys} | {"marked": ["bubble"] * (each in best)} for each in every]
-        columns = [
-            Column("name", "schedule"),
-            Column("held", "most micro-batches held", wording.number),
-            Column("makespan", show=wording.number),
-            Column("bubble", show=wording.percent),
-        ]
-        return Table(rows, columns, notes=["* nothing here that holds as little waits less"])
+        return show(self, "table")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture (`svg`), or the table: see `Table.save`. Return the path."""
@@ -102,9 +90,7 @@ class Frontier:
 
     def _repr_svg_(self) -> str:
         """Return the picture, which a notebook shows too."""
-        from pipelab.draw.scatter import scatter
-
-        return scatter(self.schedules, self.points)
+        return show(self, "svg")
 
 
 def frontier(ranks: int, microbatches: int, cost: Cost | None = None, *, split: bool = True) -> Frontier:

@@ -8,9 +8,9 @@ from typing import Any
 
 from pipelab.catalogue.list_scheduling import Moment, Priority, list_schedule
 from pipelab.checking.memory import Memory
-from pipelab.errors import PipelabError, ScheduleError, UsageError, require_caps
+from pipelab.errors import PipelabError, UsageError, require_caps
 from pipelab.plan.actions import Action
-from pipelab.plan.fault import Fault, students_line
+from pipelab.plan.fault import Fault, ScheduleError, students_line
 from pipelab.plan.plan import Plan
 from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule

@@ -16,10 +16,10 @@ from heapq import heappop, heappush
 from typing import Any
 
 from pipelab.checking.memory import Memory
-from pipelab.errors import ScheduleError, UsageError
+from pipelab.errors import UsageError
 from pipelab.plan.actions import Action, Kind
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault, shorten
+from pipelab.plan.fault import Fault, ScheduleError, shorten
 
 _AT_ONCE = 1 + 1e-9
 """Times that differ by less than this factor are equal: the sum of floats depends on their order."""

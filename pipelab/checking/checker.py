@@ -19,12 +19,13 @@ from pipelab.checking.memory import Memory
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.rules import diagnose, misplaced, missing, residency
 from pipelab.checking.transfers import transfer_deadlocks
-from pipelab.errors import ScheduleError, clean, require_caps, require_size
+from pipelab.display import show
+from pipelab.errors import clean, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
 from pipelab.plan.csv_notation import is_plan
-from pipelab.plan.fault import Code, Fault, Link, excerpt, shorten
+from pipelab.plan.fault import Code, Fault, Link, ScheduleError, excerpt, shorten
 from pipelab.plan.order import Traversal, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words
@@ -78,18 +79,14 @@ class Faults(list[Fault]):
             ...     faults.save(Path(folder) / "deadlock.svg").name
             'deadlock.svg'
         """
-        from pipelab import draw
-
-        return draw.save(draw.FAULTS, self, path)
+        return show(self, "save", path)
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""
         return str(ScheduleError(self, self.subject)) if self else f"{clean(self.subject)} is right: no fault"
 
     def _repr_html_(self) -> str:
-        from pipelab import draw
-
-        return draw.faults_html(self)
+        return show(self, "html")
 
 
 def check(

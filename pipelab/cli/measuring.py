@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from pipelab.draw import wording
 from pipelab.draw.table import Column, Table
-from pipelab.errors import ScheduleError
+from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.trace import Trace

@@ -17,7 +17,8 @@ from pipelab import draw, files
 from pipelab.checking.checker import Faults, as_plan, check
 from pipelab.draw import differences, graph, table, text, wording
 from pipelab.draw.table import Table
-from pipelab.errors import ScheduleError, clean, require_suffix
+from pipelab.errors import clean, require_suffix
+from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule

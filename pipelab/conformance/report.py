@@ -25,8 +25,8 @@ from pipelab.conformance.steps import (
     step_of_plan,
 )
 from pipelab.engine.pipeline import Pipeline
-from pipelab.errors import ScheduleError
 from pipelab.plan.actions import Action
+from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.wire import lower

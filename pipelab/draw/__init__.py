@@ -8,7 +8,8 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `graph`: the dependency graph, by Graphviz
 - `ring`: a ring all-reduce, step by step
 - `bars`: a trace as lanes of bars: what all of them draw
-- `table`: tables of results, for a terminal, a report and a plot
+- `table`: tables as text, files and plots
+- `tables`: idle times, memory, frontiers and comparisons as tables
 - `wording`: headlines and tables in words
 - `why`: idle time in words
 - `differences`: two traces compared, in words
@@ -28,15 +29,15 @@ import sys
 import tempfile
 import webbrowser
 from collections.abc import Callable
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import check
-from pipelab.draw import differences, exports, figure, order_figure, page, text, wording
+from pipelab.display import WAYS
+from pipelab.draw import differences, exports, figure, graph, order_figure, page, scatter, table, tables, text, why
 from pipelab.draw.notebook import comparison_html, faults_html, faults_page, plan_html, plan_page, trace_html
 from pipelab.draw.order import drawings, plan_drawing
-from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, clean, require_suffix
 from pipelab.files import write
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pipelab.checking.checker import Faults
-    from pipelab.simulation.comparison import Comparison
+    from pipelab.table import Table
     from pipelab.trace.trace import Trace
 
 __all__ = ["FORMATS", "comparison_html", "faults_html", "plan_html", "save", "show", "trace_html"]
@@ -73,17 +74,6 @@ def _tables(make: Callable[[Any], Table]) -> dict[str, Writer]:
 
 def _json(make: Callable[[Trace], Any]) -> Writer:
     return lambda trace, path: write(path, json.dumps(make(trace)) + "\n")
-
-
-def _in_full(comparison: Comparison) -> Table:
-    return Table(
-        [{key: value for key, value in asdict(row).items() if value is not None} for row in comparison.rows], []
-    )
-
-
-def _readable(comparison: Comparison) -> Table:
-    heads, *lines = wording.table(comparison)
-    return Table([dict(zip(heads, line, strict=True)) for line in lines], list(map(Column, heads)))
 
 
 def _caption(faults: Faults) -> str:
@@ -115,8 +105,8 @@ FORMATS: dict[str, dict[str, Writer]] = {
         **_page(page.comparison_page),
         **_figures(figure.plot_comparison),
         **_text(lambda comparison: text.comparison(comparison, text.PLAIN_WIDTH, colour=False)),
-        **_tables(_readable),
-        ".csv": lambda comparison, path: _in_full(comparison).save(path),
+        **_tables(tables.readable),
+        ".csv": lambda comparison, path: tables.in_full(comparison).save(path),
     },
     DIFF: {
         **_page(page.diff_page),
@@ -184,3 +174,37 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
+
+
+WAYS |= {
+    "Trace": {
+        "text": partial(text.timeline, colour=False),
+        "html": trace_html,
+        "svg": figure.svg,
+        "axes": figure.plot,
+        "screen": show,
+        "why": why.why,
+        "save": partial(save, TRACE),
+    },
+    "Comparison": {
+        "text": partial(text.comparison, colour=False),
+        "html": comparison_html,
+        "svg": figure.comparison_svg,
+        "figure": figure.plot_comparison,
+        "save": partial(save, COMPARISON),
+    },
+    "Diff": {
+        "text": differences.text,
+        "html": lambda found: differences.table(found, differences.MOST)._repr_html_(),
+        "sentence": differences.sentence,
+        "table": differences.table,
+        "save": partial(save, DIFF),
+    },
+    "Faults": {"html": faults_html, "save": partial(save, FAULTS)},
+    "Plan": {"html": plan_html, "graph": graph.save, "save": partial(save, PLAN)},
+    "LoweredPlan": {"save": partial(save, LOWERED)},
+    "Table": {"text": table.text, "html": table.page, "figure": table.plot, "save": table.save},
+    "Ledger": {"table": tables.ledger},
+    "MemoryUse": {"table": tables.memory},
+    "Frontier": {"table": tables.frontier, "svg": lambda found: scatter.scatter(found.schedules, found.points)},
+}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.draw.wording import number
+from pipelab.table import Column, Table
 from pipelab.trace.diff import PARTS, diff, why_not
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelab.draw.table import Table
+from pipelab.table import Table
 from pipelab.trace.events import MICROSECONDS
 from pipelab.trace.waits import Waits, waits
 

@@ -1,4 +1,4 @@
-"""Idle time in words: why a rank waits, followed back to its root, and the ledger as a table."""
+"""Idle time in words: why a rank waits, followed back to its root."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.draw.wording import number
 from pipelab.errors import UsageError
-from pipelab.trace.ledger import REASONS, Idle, Ledger
 from pipelab.trace.waits import Waits, before_slot
 
 if TYPE_CHECKING:
+    from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
 
@@ -118,42 +117,3 @@ def chain(trace: Trace, code: int) -> Iterator[str]:
 def _when(trace: Trace, action: object) -> float:
     """Return when an action ended; an `R` ends on the last of its ranks."""
     return max(event.end for event in trace.events if event.action == action)
-
-
-def ledger_table(ledger: Ledger) -> Table:
-    """Return a ledger as a table, with a row for each rank and one for all, and the sum in a sentence.
-
-    Example:
-        >>> import pipelab
-        >>> print(ledger_table(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=2)).ledger))
-        rank  work  fill  dependency  drain  idle  idle share
-        0        6     -           3      -     3      33.3 %
-        1        6     1           -      2     3      33.3 %
-        all     12     1           3      2     6      33.3 %
-        <BLANKLINE>
-        2 ranks x 9 = 18 = work 12 + fill 1 + dependency 3 + drain 2
-    """
-    total = ledger.total
-    everyone = ledger.makespan * len(ledger)
-    parts = [
-        *zip(map(str, range(len(ledger))), ledger.work, ledger.idle, strict=True),
-        ("all", sum(ledger.work), total),
-    ]
-    rows: list[dict[str, object]] = []
-    for rank, work, idle in parts:
-        lost, whole = sum(idle.values()), everyone if rank == "all" else ledger.makespan
-        rows.append(
-            {
-                "rank": rank,
-                "work": work,
-                **{str(key): idle[key] for key in idle},
-                "idle": lost,
-                "share": lost / whole if whole else 0.0,
-            }
-        )
-    reasons = [reason for reason in REASONS if reason in total]
-    numbers = [Column(key, show=number) for key in ("work", *reasons, "idle")]
-    unit = f" {ledger.unit}" if ledger.unit else ""
-    terms = " + ".join(["work " + number(sum(ledger.work)), *(f"{key} {number(total[key])}" for key in reasons)])
-    note = f"{len(ledger)} ranks x {number(ledger.makespan)}{unit} = {number(everyone)}{unit} = {terms}"
-    return Table(rows, [Column("rank"), *numbers, Column("share", "idle share", wording.percent)], notes=[note])

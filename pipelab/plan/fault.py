@@ -6,11 +6,14 @@ import inspect
 import re
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pipelab.errors import PipelabError, clean
 
 if TYPE_CHECKING:
     from pipelab.plan.actions import Action
@@ -35,6 +38,10 @@ Code = Literal[
 """The kinds of mistakes, worst first: the order in which `check` reports them."""
 
 _LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+
+
+_MOST_ALIKE = 4
+"""How many faults with the same code a message shows in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,52 @@ class Fault:
         if self.hint:
             lines.append(f"  try: {self.hint}")
         lines.extend(f"    {line}" for line in self.excerpt.splitlines())
+        return "\n".join(lines)
+
+
+class ScheduleError(PipelabError):
+    """A schedule or plan has faults; `faults` holds all of them.
+
+    Example:
+        >>> import pipelab
+        >>> try:
+        ...     pipelab.simulate(pipelab.Plan.parse(["0F0"]))
+        ... except pipelab.ScheduleError as error:
+        ...     [fault.code for fault in error.faults]
+        ['missing']
+    """
+
+    def __init__(self, faults: Sequence[Fault], subject: str = "the plan") -> None:
+        """Keep the faults, and the name of the schedule or plan for the first line of the message."""
+        self.faults = list(faults)
+        self.subject = subject
+        super().__init__(faults, subject)
+
+    def __str__(self) -> str:
+        """Return the number of faults, then the faults, numbered.
+
+        Of many that say the same about other numbers, which mostly have one cause, the first is shown and counted.
+        """
+        count = len(self.faults)
+        lines = [f"{count} fault{'s' if count != 1 else ''} in {clean(self.subject)}"]
+        alike: dict[str, list[int]] = {}
+        for number, fault in enumerate(self.faults, 1):
+            alike.setdefault(fault.alike, []).append(number)
+        few = {each: 0 for numbers in alike.values() if len(numbers) <= _MOST_ALIKE for each in numbers}
+        more = few | {numbers[0]: len(numbers) - 1 for numbers in alike.values() if len(numbers) > _MOST_ALIKE}
+        left = Counter(fault.code for fault in self.faults)
+        shown: Counter[str] = Counter()
+        for number, others in sorted(more.items()):
+            fault = self.faults[number - 1]
+            shown[fault.code] += 1
+            if shown[fault.code] > _MOST_ALIKE:
+                continue
+            left[fault.code] -= 1 + others
+            first, *rest = str(fault).splitlines()
+            lines += [f"{number:2d}. {first}", *(f"    {line}" for line in rest)]
+            lines += [f"    … and {others} more like it: error.faults holds all"] if others else []
+            if shown[fault.code] == _MOST_ALIKE and left[fault.code]:
+                lines.append(f"    … and {left[fault.code]} more {fault.code}: error.faults holds all")
         return "\n".join(lines)
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from pipelab.display import show
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
 from pipelab.files import read_text
 from pipelab.plan.actions import Action, Item, Pair
@@ -24,11 +25,18 @@ from pipelab.plan.fault import readable, shorten
 if TYPE_CHECKING:
     import networkx
 
-    from pipelab.simulation.cost import Cost
+    from pipelab.plan.actions import Kind
 
 _ACTIONS = {Action, Pair}
 _LONGEST_ROW = 1 << 17
 """Where a generator is cut off when the plan's size, and so `endless_limit`, is not known yet."""
+
+
+class Costs(Protocol):
+    """What actions cost: a `pipelab.Cost`."""
+
+    def times(self, plan: Plan) -> dict[Kind, list[float]]:
+        """Return, for each kind of action, its time on every stage of a plan."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -282,11 +290,9 @@ class Plan:
         Raises:
             FormatError: if the suffix is another one.
         """
-        from pipelab import draw
+        return show(self, "save", path)
 
-        return draw.save(draw.PLAN, self, path)
-
-    def save_graph(self, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
+    def save_graph(self, path: str | os.PathLike[str], cost: Costs | None = None) -> Path:
         """Draw the dependency graph with Graphviz: stages as rows, ranks as colours, the critical path bold.
 
         Args:
@@ -301,9 +307,7 @@ class Plan:
                 is still written).
             ScheduleError: if the plan has faults.
         """
-        from pipelab.draw import graph
-
-        return graph.save(self, path, cost)
+        return show(self, "graph", path, cost)
 
     def __eq__(self, other: object) -> bool:
         """Compare sizes, rows, placement and slices; the name does not matter."""
@@ -323,9 +327,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the name, and the rows in the colours of drawings."""
-        from pipelab import draw
-
-        return draw.plan_html(self)
+        return show(self, "html")
 
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""

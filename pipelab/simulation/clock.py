@@ -7,10 +7,11 @@ from functools import partial
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.deadlock import deadlocks
-from pipelab.errors import CostError, ScheduleError, require_size
+from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
+from pipelab.plan.fault import ScheduleError
 from pipelab.plan.order import NOTHING, Link, Network, network_of, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words

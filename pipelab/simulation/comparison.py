@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
+from pipelab.display import show
 from pipelab.errors import CostError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
@@ -73,9 +74,7 @@ class Comparison:
 
     def plot(self) -> Figure:
         """Draw the timelines with matplotlib, one above the other; return the figure."""
-        from pipelab.draw import figure
-
-        return figure.plot_comparison(self)
+        return show(self, "figure")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the comparison; the suffix is the format. Return the path.
@@ -87,25 +86,17 @@ class Comparison:
         Raises:
             FormatError: if the suffix is another one.
         """
-        from pipelab import draw
-
-        return draw.save(draw.COMPARISON, self, path)
+        return show(self, "save", path)
 
     def __str__(self) -> str:
         """Return the table and the timelines as text, without colour."""
-        from pipelab.draw import text
-
-        return text.comparison(self, colour=False)
+        return show(self, "text")
 
     def _repr_html_(self) -> str:
-        from pipelab import draw
-
-        return draw.comparison_html(self)
+        return show(self, "html")
 
     def _repr_svg_(self) -> str:
-        from pipelab.draw import figure
-
-        return figure.comparison_svg(self)
+        return show(self, "svg")
 
 
 def compare(

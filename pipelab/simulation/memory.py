@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import eq, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.checking.memory import Memory
+from pipelab.display import show
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -19,8 +20,8 @@ from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.draw.table import Table
     from pipelab.plan.bound import BoundPlan
+    from pipelab.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +135,7 @@ class MemoryUse:
     @property
     def table(self) -> Table:
         """What each rank holds at its peak, part by part."""
-        from pipelab.draw.table import Column, Table
-
-        parts = [each.name for each in fields(Held) if each.name not in ("time", "action")]
-        rows = [
-            {"rank": rank, "peak": held.total, **{part: getattr(held, part) for part in parts}}
-            for rank, held in enumerate(self.at_peak)
-        ]
-        show = "{:,}".format
-        columns = [Column("rank"), Column("peak", "peak, bytes", show), *(Column(part, show=show) for part in parts)]
-        return Table(rows, columns)
+        return show(self, "table")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format: see `Table.save`. Return the path."""

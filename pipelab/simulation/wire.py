@@ -15,10 +15,11 @@ from pathlib import Path
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_excerpt
 from pipelab.checking.transfers import Wire, transfer_deadlocks
-from pipelab.errors import ScheduleError, UsageError
+from pipelab.display import show
+from pipelab.errors import UsageError
 from pipelab.plan.actions import HALVES
 from pipelab.plan.csv_notation import write_rows
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import ScheduleError, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lookahead, Lowering, Order, Runtime, Transport, lookaheads, lowered, require_words
 from pipelab.simulation.cost import Cost, as_cost
@@ -141,9 +142,7 @@ class LoweredPlan:
         Raises:
             FormatError: if the suffix is another one.
         """
-        from pipelab import draw
-
-        return draw.save(draw.LOWERED, self, path)
+        return show(self, "save", path)
 
     def __str__(self) -> str:
         """Return the rows, one line per rank."""

@@ -14,6 +14,7 @@ from functools import cached_property
 from math import fsum
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pipelab.display import show
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import shorten
@@ -22,7 +23,7 @@ from pipelab.trace.replay import Order, Path, Times, listed, not_replayed, passe
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.draw.table import Table
+    from pipelab.table import Table
 
 Part = Literal["durations", "transfers", "late starts", "order", "moves"]
 
@@ -143,16 +144,12 @@ class Diff(Sequence[Change]):
     @property
     def sentence(self) -> str:
         """The difference of the makespans and its parts, in one sentence."""
-        from pipelab.draw import differences
-
-        return differences.sentence(self)
+        return show(self, "sentence")
 
     @property
     def table(self) -> Table:
         """A row for each action, the largest effect first: `diff.table.save("diff.csv")`."""
-        from pipelab.draw import differences
-
-        return differences.table(self)
+        return show(self, "table")
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the comparison; the suffix is the format. Return the path.
@@ -163,9 +160,7 @@ class Diff(Sequence[Change]):
         Raises:
             FormatError: if the suffix is another one.
         """
-        from pipelab import draw
-
-        return draw.save(draw.DIFF, self, path)
+        return show(self, "save", path)
 
     def __len__(self) -> int:
         """Return the number of actions."""
@@ -177,14 +172,10 @@ class Diff(Sequence[Change]):
 
     def __str__(self) -> str:
         """Return the sentence, and the actions with the largest effects."""
-        from pipelab.draw import differences
-
-        return differences.text(self)
+        return show(self, "text")
 
     def _repr_html_(self) -> str:
-        from pipelab.draw import differences
-
-        return differences.table(self, differences.MOST)._repr_html_()
+        return show(self, "html")
 
 
 def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Diff:

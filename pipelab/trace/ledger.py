@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from pipelab.display import show
 from pipelab.plan.actions import Action
 from pipelab.trace.waits import Waits, before_slot
 
 if TYPE_CHECKING:
-    from pipelab.draw.table import Table
+    from pipelab.table import Table
     from pipelab.trace.trace import Trace
 
 Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "channel", "order", "all-reduce", "drain"]
@@ -172,9 +173,7 @@ class Ledger(Sequence[Mapping[Reason, float]]):
     @property
     def table(self) -> Table:
         """A row for each rank and one for all, as a table."""
-        from pipelab.draw import why
-
-        return why.ledger_table(self)
+        return show(self, "table")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format: see `Table.save`. Return the path."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.checking.checker import require_legal
-from pipelab.errors import FormatError, ScheduleError, UsageError
+from pipelab.errors import FormatError, UsageError
 from pipelab.files import read_text
 from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.binding import After
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import ScheduleError, shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer
 

@@ -13,6 +13,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipelab.display import show
 from pipelab.errors import FormatError, UsageError, clean
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
@@ -279,9 +280,7 @@ class Trace:
         Raises:
             UsageError: if there is no such rank, or nothing runs at that time.
         """
-        from pipelab.draw import why
-
-        return why.why(self, rank, at, lines)
+        return show(self, "why", rank, at, lines)
 
     def save(
         self, path: str | os.PathLike[str], *, width: float | Literal["beamer", "column", "page"] | None = None
@@ -307,10 +306,7 @@ class Trace:
             FormatError: if the suffix is another one.
             UsageError: if the width is not from 2 to 40 inches, or the format has none.
         """
-        path = Path(path)
-        from pipelab import draw
-
-        return draw.save(draw.TRACE, self, path, width)
+        return show(self, "save", path, width)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:
@@ -385,15 +381,11 @@ class Trace:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the trace with matplotlib, on `ax` or on a new figure; return the axes."""
-        from pipelab.draw import figure
-
-        return figure.plot(self, ax)
+        return show(self, "axes", ax)
 
     def show(self) -> None:
         """Show the trace: in a notebook as a figure, elsewhere in the web browser."""
-        from pipelab import draw
-
-        draw.show(self)
+        show(self, "screen")
 
     def __eq__(self, other: object) -> bool:
         """Compare plan, times and unit."""
@@ -409,9 +401,7 @@ class Trace:
 
     def __str__(self) -> str:
         """Return a text timeline, without colour because a text may go to a file."""
-        from pipelab.draw import text
-
-        return text.timeline(self, colour=False)
+        return show(self, "text")
 
     def __repr__(self) -> str:
         unit = f" {clean(self.unit)}" if self.unit else ""
@@ -420,11 +410,7 @@ class Trace:
         )
 
     def _repr_html_(self) -> str:
-        from pipelab import draw
-
-        return draw.trace_html(self)
+        return show(self, "html")
 
     def _repr_svg_(self) -> str:
-        from pipelab.draw import figure
-
-        return figure.svg(self)
+        return show(self, "svg")

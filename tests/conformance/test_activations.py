@@ -10,7 +10,7 @@ from pipelab.conformance import recording
 from pipelab.conformance.recording import NATIVE, NativeRefusalError
 from pipelab.conformance.report import Grid
 from pipelab.engine.torchrun import runtime
-from pipelab.errors import ScheduleError
+from pipelab.plan.fault import ScheduleError
 
 analyze = getattr(runtime.load().schedules, "analyze_pipeline_activation_liveness", None)
 pytestmark = pytest.mark.skipif(analyze is None, reason="torch has no analyze_pipeline_activation_liveness before 2.15")

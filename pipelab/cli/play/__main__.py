@@ -21,7 +21,8 @@ from pipelab.checking.checker import check
 from pipelab.cli.options import Sizes, Times, untimed
 from pipelab.draw.notebook import faults_page
 from pipelab.draw.page import page
-from pipelab.errors import PipelabError, ScheduleError, UsageError, clean
+from pipelab.errors import PipelabError, UsageError, clean
+from pipelab.plan.fault import ScheduleError
 from pipelab.simulation.clock import simulate
 
 _TIMES = {"forward", "backward", "latency"}

@@ -26,8 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 from pipelab.engine.torchrun.store import end_with
-from pipelab.errors import ScheduleError
-from pipelab.plan.fault import line_of, ranges
+from pipelab.plan.fault import ScheduleError, line_of, ranges
 
 _HOST = "127.0.0.1"
 _LAUNCHER = "PIPELAB_LAUNCHER"

@@ -10,10 +10,10 @@ Every order keeps three rules, and each one limits the makespan:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, chain, pairwise, product, repeat
+from itertools import chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
@@ -98,16 +98,21 @@ class Work:
         one waits until an earlier one is released.
         """
         found = [(before, after, lag) for after, job in enumerate(self.jobs) for before, lag in job.needs]
-        held_of: dict[int, list[tuple[int | None, int]]] = {}
-        for made, released, size in chain.from_iterable(self.held if rooms is not None else ()):
-            held_of.setdefault(made, []).append((released, size))
+        found += [(before, after, 0.0) for line in self.lines for before, after in pairwise(line)]
+        return found if rooms is None else [*found, *self._waits(rooms)]
+
+    def _waits(self, rooms: Sequence[int]) -> Iterator[Edge]:
+        """Yield which job of a line waits for which release of an earlier one."""
+        held_of = defaultdict[int, list[tuple[int | None, int]]](list)
+        for made, released, size in chain.from_iterable(self.held):
+            held_of[made].append((released, size))
         for line in self.lines:
-            found += [(before, after, 0.0) for before, after in pairwise(line)]
-            for at in range(len(held_of.get(line[0], ()))):  # at the k-th release, the sizes from here on are held yet
-                most = (rooms or ())[self.jobs[line[0]].ranks[0]] // sum(size for _, size in held_of[line[0]][at:])
-                pairs = ((held_of[made][at][0], later) for made, later in zip(line, line[most:], strict=False))
-                found += [(released, later, 0.0) for released, later in pairs if released is not None]
-        return found
+            room, sizes = rooms[self.jobs[line[0]].ranks[0]], [size for _, size in held_of[line[0]]]
+            for at in range(len(sizes)):  # at the k-th release, the sizes from here on are held yet
+                for made, later in zip(line, line[room // sum(sizes[at:]) :], strict=False):
+                    released = held_of[made][at][0]
+                    if released is not None:
+                        yield released, later, 0.0
 
     def network(self, edges: Sequence[Edge]) -> tuple[Network, list[float]]:
         """Return the jobs as a network, and the lags in it."""
@@ -164,8 +169,6 @@ def lower_bound(
         raise UsageError(
             f"{plan.name} sends activations away: it has no bound under a memory cap\n  try: no memory_cap"
         )
-    if memory_cap is None and not paired and not plan.bound.codes.more_needs:
-        return max(map(_one_machine, _columns(plan, lasts, delays)), default=0.0)
     work = _laid_out(plan, lasts, delays, paired, memory)
     rooms = None if memory_cap is None else work.rooms(require_caps(memory_cap, plan.ranks))
     jobs, (network, lags) = work.jobs, work.network(work.edges(rooms))
@@ -177,69 +180,6 @@ def lower_bound(
             on_rank[rank].append((head, job.time, tail))
     best = max(map(_one_machine, on_rank), default=0.0)
     return best if rooms is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(rooms)))
-
-
-def _columns(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[list[Placed]]:
-    """Yield each rank's jobs, placed as `Work` without caps places them, but without an object for each.
-
-    64 ranks x 8 stages x 2,048 micro-batches take a tenth of the time and a third of the memory (10 s and 1 GiB).
-
-    A column has the jobs of one kind and stage of micro-batches that are alike. They follow one another, and each
-    follows jobs of its micro-batch: so whole columns are computed from one another.
-    """
-    bound, codes, rank_of = plan.bound, plan.bound.codes, plan.bound.rank_of
-    reduce_of, latest = {codes.stage[code]: code for code in bound.reduces}, dict.fromkeys(bound.reduces, 0.0)
-    columns: list[list[tuple[list[float], float, list[float]]]] = [[] for _ in bound.rows]
-    for own, shifts in _alike(bound, lasts, delays):
-        many = len(shifts)
-        number = {code: index for index, code in enumerate(own)}
-        follows: list[list[Link]] = [[] for _ in own]
-        for code, before in zip(own, follows, strict=True):
-            for value in codes.needs(code):
-                (giver,) = (each for each in codes.givers(value) if each in number)
-                before.append((number[giver], value if rank_of[giver] != rank_of[code] else codes.always))
-        order = Network(follows).order
-        heads, tails = ([[0.0] * many for _ in own] for _ in range(2))
-        for job in order:
-            for each, value in follows[job]:
-                ready = [head + lasts[own[each]] + delays[value] for head in heads[each]]
-                heads[job] = list(map(max, heads[job], ready))
-            heads[job] = _in_turn(heads[job], lasts[own[job]])
-            reduce = reduce_of.get(codes.stage[own[job]])
-            if reduce is not None and codes.traits(reduce).needs[0] in codes.traits(own[job]).gives:
-                latest[reduce] = max(latest[reduce], heads[job][-1] + lasts[own[job]])
-                tails[job] = [lasts[reduce]] * many
-        for job in reversed(order):
-            time = lasts[own[job]]
-            tails[job] = _in_turn(reversed(tails[job]), time)[::-1]
-            for each, value in follows[job]:
-                rests = [delays[value] + (time + tail) for tail in tails[job]]
-                tails[each] = list(map(max, tails[each], rests))
-            columns[rank_of[own[job]]].append((heads[job], time, tails[job]))
-    for rank, mine in enumerate(columns):
-        jobs = [(head, time, tail) for heads, time, tails in mine for head, tail in zip(heads, tails, strict=True)]
-        reduces = [(latest[code], lasts[code], 0.0) for code, ranks in bound.reduces.items() if rank in ranks]
-        yield from (jobs, reduces) if bound.beside else (jobs + reduces,)
-
-
-def _alike(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield a micro-batch's codes, and how much larger they are of each that has the same actions, ranks and times."""
-    codes = bound.codes
-    kinds, values = [codes.of_kind[kind] for kind in codes.per_microbatch], map(codes.of_value, codes.values)
-    tables = [*product((bound.rank_of, lasts), kinds), *product((delays,), values)]
-    found: dict[tuple[float, ...], list[int]] = {}
-    for first in range(0, codes.stages * codes.microbatches, codes.stages):
-        parts = (table[of.start + first : of.start + first + codes.stages] for table, of in tables)
-        found.setdefault(tuple(chain.from_iterable(parts)), []).append(first)
-    for first, *others in found.values():
-        shifts = [0, *(each - first for each in others)]
-        listed = (code for kind in kinds for code in kind[first : first + codes.stages])
-        yield [code for code in listed if bound.rank_of[code] != NO_RANK], shifts
-
-
-def _in_turn(ready: Iterable[float], time: float) -> list[float]:
-    """Return when jobs begin that are ready then, if each takes so long and waits for the one before it."""
-    return list(accumulate(ready, lambda before, own: max(before + time, own)))
 
 
 def work_of(subject: Subject, cost: Cost | None = None, memory: Memory | None = None) -> Work:
@@ -290,27 +230,41 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
 def _laid_out(
     plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
 ) -> Work:
-    bound, codes = plan.bound, plan.bound.codes
-    order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
-    order = [*order, *bound.reduces] if bound.beside else order
-    if not paired:  # sequence after sequence, so that lines and caps, too, lead from earlier to later jobs
-        first = _sequences(codes)
-        order = sorted(order, key=lambda code: (codes.collective[code], first[codes.microbatch[code]]))
-    jobs: list[Job] = []
-    job_of: dict[int, int] = {}
-    for both in units(order, paired):
+    bound, jobs, job_of = plan.bound, list[Job](), dict[int, int]()
+    for both in units(_order(plan, paired), paired):
         code = both[0]
         needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
         ranks: tuple[int, ...] = (bound.rank_of[code],)
-        if codes.collective[code]:
+        if bound.codes.collective[code]:
             ranks = tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
         job_of.update(dict.fromkeys(both, len(jobs)))
         jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
     held = tuple(tuple(_held_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
     gradients = tuple(tuple(_gradients_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
-    like = () if paired or codes.joins else _alike(bound, lasts, delays)
-    lines = (tuple(job_of[code + shift] for shift in shifts) for own, shifts in like if shifts[1:] for code in own)
-    return Work(plan, tuple(jobs), held, gradients, memory, tuple(lines))
+    lines = () if paired else tuple(tuple(map(job_of.__getitem__, line)) for line in _lines(bound, lasts, delays))
+    return Work(plan, tuple(jobs), held, gradients, memory, lines)
+
+
+def _order(plan: Plan, paired: dict[int, float]) -> list[int]:
+    """Return a legal plan's codes, each after all that it needs."""
+    bound, codes = plan.bound, plan.bound.codes
+    order = traverse(bound, atomic_pairs=True).order if paired else require_legal(plan).order
+    order = [*order, *bound.reduces] if bound.beside else order
+    if paired:
+        return order
+    first = _sequences(codes)  # sequence after sequence, so that lines and caps, too, lead from earlier to later jobs
+    return sorted(order, key=lambda code: (codes.collective[code], first[codes.microbatch[code]]))
+
+
+def _lines(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Yield the codes of one kind and stage, of micro-batches with the same actions, ranks and times."""
+    codes, alike = bound.codes, defaultdict[tuple[float, ...], list[list[int]]](list)
+    for microbatch in range(0 if codes.joins else codes.microbatches):
+        own = [code for kind in codes.per_microbatch for code in codes.table[kind][microbatch]]
+        times = ((bound.rank_of[code], lasts[code], delays[codes.gives[code]]) for code in own)
+        alike[tuple(chain.from_iterable(times))].append(own)
+    lines = (line for each in alike.values() for line in zip(*each, strict=True))
+    yield from (line for line in lines if len(line) > 1 and bound.rank_of[line[0]] != NO_RANK)
 
 
 def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory | None) -> Iterator[Held]:
@@ -357,13 +311,12 @@ def _sequences(codes: Codes) -> list[int]:
 
 def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence[float]) -> list[tuple[int, float]]:
     """Return the jobs that an action waits for, and how long their values travel."""
-    if bound.codes.collective[code]:
-        givers = (giver for value in bound.codes.all_needs(code) for giver in bound.codes.givers(value))
+    codes, rank_of = bound.codes, bound.rank_of
+    if codes.collective[code]:
+        givers = (giver for value in codes.all_needs(code) for giver in codes.givers(value))
         return [(job_of[giver], 0.0) for giver in givers if giver in job_of]
-    rank = bound.rank_of[code]
-    return [
-        (job_of[giver], 0.0 if bound.rank_of[giver] == rank else delays[value]) for value, giver in bound.inputs(code)
-    ]
+    here = rank_of[code]
+    return [(job_of[giver], 0.0 if rank_of[giver] == here else delays[value]) for value, giver in bound.inputs(code)]
 
 
 def _one_machine(jobs: Sequence[Placed]) -> float:

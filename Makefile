@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test newest newest-environment light fuzz mutants lint types docs site pictures bench clean
+.PHONY: help demo test conformance newest newest-environment light fuzz mutants lint types docs site pictures bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -40,10 +40,13 @@ endef
 test: .venv/dev.stamp ## run all tests
 	$(TESTS)
 
+conformance: .venv/dev.stamp ## compare every schedule with PyTorch's own: make conformance ARGS=--help
+	@$(BIN)/python -m tests.conformance $(ARGS)
+
 newest newest-environment: BIN = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipelab/newest-$(PYTHON_VERSION)/bin
 newest: export PYTHONPATH = $(CURDIR)
 newest: export HYPOTHESIS_PROFILE = quick
-newest: FIRST = first=0; $(BIN)/python -m pipelab conformance || first=$$?;
+newest: FIRST = first=0; $(BIN)/python -m tests.conformance || first=$$?;
 newest: ONLY = torch and # a mark: see tests/conftest.py
 newest: newest-environment ## compare with the newest PyTorch, and run the tests that touch it
 	$(TESTS)

@@ -12,14 +12,21 @@ from multiprocessing.connection import Connection
 
 import torch
 from torch import multiprocessing, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import pipelab
-from pipelab.conformance import native
-from pipelab.conformance.recording import NATIVE, native_place
-from pipelab.engine.torchrun import runtime
 
 RANKS = 2
+NATIVE = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped-bfs": schedules.ScheduleLoopedBFS,
+    "interleaved-zb": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+"""PyTorch's class for each schedule that both have."""
 
 
 def linear_stack(width: int, layers: int = 8) -> nn.Sequential:
@@ -101,15 +108,14 @@ def _serve(rank: int, port: int, width: int, batch: int, commands: Connection) -
 
 
 def _native_step(
-    kind: str, plan: pipelab.Plan, rank: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor
+    kind: type, plan: pipelab.Plan, rank: int, model: nn.Module, x: torch.Tensor, y: torch.Tensor
 ) -> Callable[[], object]:
     """Return what runs a step of this process's part of a native schedule."""
     modules = pipelab.split(model, into=plan.stages).modules
-    held = [stage for stage in range(plan.stages) if native_place(kind, RANKS, stage) == rank]
+    held = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
     stages = [PipelineStage(modules[stage], stage, plan.stages, torch.device("cpu")) for stage in held]
-    cls = native.schedule_class(kind)
-    single = issubclass(cls, runtime.load().schedules.PipelineScheduleSingle)
-    schedule = cls(stages[0] if single else stages, plan.microbatches, loss_fn=nn.functional.mse_loss)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(stages[0] if single else stages, plan.microbatches, loss_fn=nn.functional.mse_loss)
     arguments = (x,) if 0 in held else ()
 
     def step() -> None:

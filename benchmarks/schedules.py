@@ -6,12 +6,11 @@ from importlib.util import find_spec
 from statistics import median
 
 import torch
-from native import RANKS, Native, linear_stack
+from native import NATIVE, RANKS, Native, linear_stack
 from timing import in_turns, milliseconds, timed
 from torch import nn
 
 import pipelab
-from pipelab.conformance.recording import NATIVE
 
 BATCH = 256
 MICROBATCHES = (4, 8)

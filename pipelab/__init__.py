@@ -21,7 +21,6 @@ The parts, in reading order:
 - `challenges`: levels with pars, for learners
 - `layouts`: which layout a transformer's training should have
 - `engine`: a plan on real tensors
-- `conformance`: the comparison with PyTorch's own schedules
 - `hub`: what other programs know about a plan: PyTorch's Flight Recorder
 - `labs`: what a course runs and measures
 - `cli`: the command `pipelab`

@@ -29,7 +29,6 @@ LAYERS: list[list[str]] = [
     ["pipelab.cli"],
     ["pipelab.hub"],
     ["pipelab.labs"],
-    ["pipelab.conformance"],
     ["pipelab"],  # the face: `import pipelab`
     ["pipelab.challenges", "pipelab.layouts"],
     ["pipelab.catalogue", "pipelab.draw", "pipelab.engine"],
@@ -96,7 +95,7 @@ HIDING_PLACES = {
     },
 }
 
-TORCH_HALF = ("pipelab.engine", "pipelab.conformance", "pipelab.labs")
+TORCH_HALF = ("pipelab.engine", "pipelab.labs")
 HEAVY = {"torch", "networkx", "matplotlib", "graphviz", "rich", "numpy", "ortools", "typer", "IPython", "cuda"}
 
 

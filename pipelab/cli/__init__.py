@@ -5,7 +5,7 @@
 - `options`: the options that several of them share
 - `targets`: a schedule by name, a student's file, a plan as text, a plan or a trace in a file
 - `measuring`: `pipelab run`, and tables over numbers of micro-batches
-- `showing`: `pipelab demo` and `pipelab conformance`
+- `showing`: `pipelab demo`
 - `labs`: `pipelab lab`
 - `grading`: `pipelab grade`
 - `play`: `pipelab play`

@@ -12,7 +12,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,6 @@ from pipelab.cli.options import (
     TransportWord,
     grouped,
     untimed,
-    whole_numbers,
 )
 from pipelab.cli.play.server import play_command
 from pipelab.cli.printing import (
@@ -60,7 +59,6 @@ from pipelab.cli.printing import (
     RUN,
     TABLE,
     TIMELINE,
-    WORDS,
     echo,
     faults_saved,
     folded,
@@ -378,44 +376,6 @@ def demo(
     from pipelab.cli.showing import show_demo
 
     show_demo(folder, steps)
-
-
-@app.command(rich_help_panel="For maintainers")
-def conformance(
-    schedules: Annotated[
-        list[str] | None, typer.Argument(help="schedules' names; by default, all", show_default=False)
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option("--ranks", "-r", help="one number of ranks or several, such as 2,4")
-    ] = None,
-    microbatches: Annotated[
-        str | None, typer.Option("--microbatches", "-m", help="one number of micro-batches or several, such as 2,4,8")
-    ] = None,
-    stages_per_rank: Annotated[
-        str | None, typer.Option(help="for schedules that accept any number: one or several, such as 2,3")
-    ] = None,
-    processes: Annotated[
-        bool, typer.Option("--processes", help="also run PyTorch in two and in four processes")
-    ] = False,
-    save: Annotated[Path | None, typer.Option("--save", "-o", help="a file: md csv tex html txt")] = None,
-) -> None:
-    """Compare every schedule with the installed PyTorch.
-
-    The exit code is 1 if anything differs or nothing could be compared.
-    """
-    from pipelab.cli.showing import show_conformance
-    from pipelab.conformance.report import Grid
-
-    require_writable([save] if save else [], WORDS)
-    sizes: dict[str, Any] = {
-        "ranks": whole_numbers("--ranks", ranks),
-        "microbatches": SweepSizes(microbatches=microbatches).counts_beside(schedules or []),
-        "stages_per_rank": whole_numbers("--stages-per-rank", stages_per_rank),
-    }
-    grid = Grid(**{name: value for name, value in sizes.items() if value})
-    report = show_conformance(schedules or list(pipelab.schedules), grid, (2, 4) if processes else (), save)
-    if not (report.same and report.compared):
-        raise typer.Exit(1)
 
 
 @app.command()

@@ -1,11 +1,9 @@
-"""What `pipelab demo` and `pipelab conformance` show: progress, tables, pictures, both orders if they differ."""
+"""What `pipelab demo` shows: progress, tables, pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -13,8 +11,6 @@ from rich.progress import Progress
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import wrote
-from pipelab.conformance.report import Grid, Line, Numbers, Report, conformance, count
-from pipelab.draw.table import Column, Table
 from pipelab.draw.wording import columns
 from pipelab.files import require_writable
 from pipelab.labs.believing import LEGEND, believable
@@ -140,85 +136,3 @@ def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> 
         for name, comparison in (("training", real), ("four-devices", four))
         for suffix in ("html", "svg")
     ]
-
-
-_COLUMNS = (
-    Column("schedule"),
-    Column("reference", "PyTorch's Schedule…", left=True),
-    Column("sizes"),
-    *(Column(name, left=True) for name in ("orders", "wire")),
-    Column("runs"),
-    Column("numbers", left=True),
-)
-_LEGEND = (
-    "orders: action for action, as PyTorch executes them; an overlapped pair counts as its forward, then its backward. "
-    "wire: sends and receives stand where PyTorch's _add_send_recv puts them, and where its runtime runs them. "
-    f"runs: steps of both on the same model and batch, where ranks x micro-batches is at most {Grid().most_work}; "
-    "their gradients and losses are the numbers. Both weigh each micro-batch's loss by 1/M before its backward "
-    "(scale_grads=False); PyTorch's default divides the summed gradients instead, which rounds otherwise unless M is a "
-    "power of two."
-)
-_MOST_SHOWN = 3
-
-
-def show_conformance(
-    names: Sequence[str], grid: Grid, processes: Sequence[int] = (), save: Path | None = None
-) -> Report:
-    """Compare, print the table and the differences, and write the table to `save` if given."""
-    console = Console()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("comparing with PyTorch", total=count(names, grid))
-        report = conformance(names, grid, processes, lambda: progress.advance(task))
-    console.print(table(report).text(), highlight=False, markup=False, soft_wrap=True)
-    for line in report.lines:
-        differences = line.differences + line.transfers
-        for difference in differences[:_MOST_SHOWN]:
-            console.print(f"\n{difference}", soft_wrap=True, highlight=False, markup=False)
-        more = len(differences) - _MOST_SHOWN
-        if more > 0:
-            console.print(f"… and {more} more sizes of {line.schedule}")
-    if save is not None:
-        wrote(table(report).save(save))
-    return report
-
-
-def table(report: Report) -> Table:
-    """Return the table of a comparison, with what its columns mean and what one side refuses."""
-    title = f"pipelab beside PyTorch: torch {report.torch}, {report.date}"
-    return Table([*map(_row, report.lines)], _COLUMNS, title=title, notes=[_LEGEND, *_notes(report)])
-
-
-def _row(line: Line) -> dict[str, Any]:
-    row: dict[str, Any] = {"schedule": line.schedule, "reference": line.reference, "sizes": line.sizes}
-    if not line.sizes:
-        return row
-    orders, wire = (f"{len(each)} differ" if each else "equal" for each in (line.differences, line.transfers))
-    return row | {"orders": orders, "wire": wire, "runs": len(line.numbers), "numbers": _numbers(line.numbers)}
-
-
-def _numbers(runs: Sequence[Numbers]) -> str:
-    if not all(each.same_gradients for each in runs):
-        return f"{max(each.difference for each in runs):.1e}"
-    return "" if not runs else "bit-equal" if all(each.same_loss for each in runs) else "loss differs"
-
-
-def _notes(report: Report) -> list[str]:
-    """Return sentences on the sizes that one side refuses, and on the processes that PyTorch ran in."""
-    notes = []
-    for line in report.lines:
-        if line.refused:
-            words = line.refusal.partition(": ")[2]
-            more = f"pipelab accepts {_sizes(line.refused)} more"
-            notes.append(f"{line.schedule}: {more}, which PyTorch does not run: {words}")
-        if line.refused_here:
-            notes.append(f"{line.schedule}: pipelab refuses {_sizes(line.refused_here)}: {line.refusal_here}")
-        if line.not_ours:
-            notes.append(f"{line.schedule}: PyTorch accepts {_sizes(line.not_ours)} more.")
-    processes = sorted({each.processes for line in report.lines for each in line.numbers} - {1})
-    where = f", and in {' and '.join(map(str, processes))} processes with gloo" if processes else ""
-    ran = f"PyTorch ran in one process{where}." if report.compared else "Nothing could be compared: exit code 1."
-    return [ran, *dict.fromkeys(notes)]  # two references may give the same note
-
-
-def _sizes(number: int) -> str:
-    return f"{number} size{'s' if number != 1 else ''}"

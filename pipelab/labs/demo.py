@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,6 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import schedules
-from pipelab.conformance.steps import one_thread
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts, split_batch
 from pipelab.errors import UsageError
@@ -207,10 +207,21 @@ class Emulation:
     others: float
 
 
+@contextmanager
+def _one_thread() -> Iterator[int]:
+    """Let operations of this thread use one core, as those of each rank do; yield how many cores they used before."""
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield cores
+    finally:
+        torch.set_num_threads(cores)
+
+
 def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
     """Train the model plainly; `advance` is called after every step."""
     text, watch = standard_library(), Watch()
-    with one_thread() as cores:
+    with _one_thread() as cores:
         model = setting.model()
         batches = setting.batches(text)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -247,7 +258,7 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses, times, traces, watch = [], [], [], Watch()
     schedule = schedules[name](setting.ranks, setting.microbatches)
-    with one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
+    with _one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
         for _ in range(setting.steps):
             x, y = batches.take()
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The commands that need PyTorch: `run`, and `conformance`."""
+"""`pipelab run`, which needs PyTorch."""
 
 from __future__ import annotations
 
@@ -130,40 +130,3 @@ def test_a_run_is_written_as_a_table_of_its_figures(pipelab_command, folder):
     assert (predicted["source"], measured["source"]) == ("simulated", "measured")
     assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)
     assert "predicted" in Path("r.txt").read_text()
-
-
-def test_conformance_compares_the_sizes_that_are_asked_for(pipelab_command, folder):
-    code, output, _ = pipelab_command("conformance", "1f1b", "delayed", "-r", "2", "-m", "2,4", "-o", "t.md")
-    assert code == 0
-    assert [line.split()[0] for line in output.splitlines() if "bit-equal" in line] == ["1f1b", "delayed"]
-    assert Path("t.md").read_text().count("| 2 | equal | equal | 2 | bit-equal |") == 2
-
-
-def test_conformance_with_nothing_to_compare_ends_with_exit_code_1(pipelab_command):
-    code, output, _ = pipelab_command("conformance", "dualpipe", "-r", "3", "-m", "4")
-    assert code == 1
-    assert "bit-equal" not in output
-    assert "Nothing could be compared: exit code 1." in output
-    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2", "4")
-    assert code == 1
-    assert error.startswith("4: ")
-    assert "-m 2,4" in error
-    code, _, error = pipelab_command("conformance", "1f1b", "-m", "2,none")
-    assert code == 1
-    assert "--microbatches 2,none: expected whole numbers, at least 1, such as 8 or 2,4,8" in error
-
-
-def test_conformance_with_another_order_ends_with_exit_code_1(pipelab_command, monkeypatch):
-    monkeypatch.setitem(pipelab.schedules, "1f1b", pipelab.GPipe)
-    code, output, _ = pipelab_command("conformance", "1f1b", "-r", "2", "-m", "4")
-    assert code == 1
-    assert "GPipe(ranks=2, microbatches=4): rank 0 differs at position 2" in output
-    assert "PyTorch | 0F0 0F1 0B0 0F2" in output
-    assert "pipelab | 0F0 0F1 0F2 0F3" in output
-
-
-def test_conformance_of_an_unknown_schedule_names_the_known_ones(pipelab_command):
-    code, _, error = pipelab_command("conformance", "1f1p")
-    assert code == 1
-    assert "'1f1p' is not a registered schedule; did you mean 1f1b?" in error
-    assert "registered: naive" in error

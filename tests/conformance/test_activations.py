@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import pytest
 from strategies import ONE_COPY
+from torch.distributed.pipelining import schedules as native
 
 import pipelab
-from pipelab.conformance import recording
-from pipelab.conformance.recording import NATIVE, NativeRefusalError
-from pipelab.conformance.report import Grid
-from pipelab.engine.torchrun import runtime
 from pipelab.plan.fault import ScheduleError
 
-analyze = getattr(runtime.load().schedules, "analyze_pipeline_activation_liveness", None)
+from .recording import NATIVE, RUNTIME, NativeRefusalError, held_in, on_recorders
+from .report import Grid
+
+analyze = getattr(native, "analyze_pipeline_activation_liveness", None)
 pytestmark = pytest.mark.skipif(analyze is None, reason="torch has no analyze_pipeline_activation_liveness before 2.15")
 
-RUNTIME = "_PipelineScheduleRuntime"
 SINGLE = {"gpipe", "1f1b"}
 """The schedules whose class has no rows: PyTorch's runtime has them lowered instead."""
 
 
 def slots(plan, name):
     """Return how many activation slots PyTorch gives each rank of a schedule, in its own order if it has one."""
-    held = [[stage for stage, ranks in plan.replicas.items() if rank in ranks] for rank in range(plan.ranks)]
+    held = held_in(plan)
     own = name in NATIVE and name not in SINGLE
     kind, rows = (NATIVE[name], None) if own else (RUNTIME, plan.rows)
-    schedule = recording._schedule(kind, held, 0, plan.microbatches, [], rows)
+    schedule = on_recorders(kind, held, 0, plan.microbatches, [], rows)
     options = {"granularity": "stage_microbatch"}
     return tuple(
         analyze(schedule, pp_rank=rank, stage_indices=stages, **options).num_slots for rank, stages in enumerate(held)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.pipelining import schedules as native
 
 from pipelab import UsageError, lower, schedules
-from pipelab.conformance import native
-from pipelab.conformance.recording import NATIVE, NativeRefusalError, RecordingStage, executed
-from pipelab.engine.torchrun import runtime
+
+from . import recording
+from .recording import NATIVE, RUNTIME, NativeRefusalError, RecordingStage, executed, held_in, lowered_rows
 
 SIZES = [(2, 2), (2, 4), (3, 6), (4, 8)]
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -24,19 +25,16 @@ if VERSION >= (2, 15):
 
 def with_runtimes(name: str) -> list[str]:
     """Return the classes that lower this schedule: its own, and the runtime for any plan."""
-    single = runtime.load().schedules.PipelineScheduleSingle
-    own = [] if issubclass(native.schedule_class(NATIVE[name]), single) else [NATIVE[name]]
-    return [*own, "_PipelineScheduleRuntime"]
+    own = [] if issubclass(getattr(native, NATIVE[name]), native.PipelineScheduleSingle) else [NATIVE[name]]
+    return [*own, RUNTIME]
 
 
 def theirs(kind, plan, **options):
-    ranks_of_stages = [ranks[0] for ranks in plan.replicas.values()]
-    mine = [stage for stage, rank in enumerate(ranks_of_stages) if rank == 0]
-    recorders = [RecordingStage(stage, plan.stages, 0, plan.ranks, []) for stage in mine]
-    made = native.schedule_class(kind)(recorders, plan.microbatches, loss_fn=lambda *_: None, **options)
-    if kind == "_PipelineScheduleRuntime":
-        native.lower(made, plan.rows)
-    return tuple(map(tuple, native.lowered_rows(made)))
+    recorders = [RecordingStage(stage, plan.stages, 0, plan.ranks, []) for stage in held_in(plan)[0]]
+    made = getattr(native, kind)(recorders, plan.microbatches, loss_fn=lambda *_: None, **options)
+    if kind == RUNTIME:
+        recording.lower(made, plan.rows)
+    return tuple(map(tuple, lowered_rows(made)))
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -6,14 +6,14 @@ from contextlib import nullcontext
 
 import pytest
 from strategies import ONE_COPY
+from torch.distributed.pipelining import schedules as native
 
 import pipelab
 from pipelab import Plan, schedules
-from pipelab.conformance import native
-from pipelab.conformance.recording import NATIVE, RecordingStage, executed, native_place
-from pipelab.conformance.report import flat
-from pipelab.conformance.steps import fixed_model, fixed_task, group_of_one, step_of_plan
-from pipelab.engine.torchrun import runtime
+
+from .recording import NATIVE, RUNTIME, RecordingStage, executed, held_by, on_recorders
+from .report import flat
+from .steps import fixed_model, fixed_task, group_of_one, step_of_plan
 
 MULTI = [name for name in NATIVE if name not in ("gpipe", "1f1b")]
 """The schedules whose class in PyTorch writes files."""
@@ -23,7 +23,7 @@ def load(path, plan):
     """Let PyTorch's runtime load a file, as rank 0."""
     stages = [RecordingStage(stage, plan.stages, 0, plan.ranks, []) for stage in range(plan.stages)]
     held = [stages[stage] for stage, ranks in plan.replicas.items() if 0 in ranks]
-    made = runtime.load().runtime(held, plan.microbatches, loss_fn=lambda *_: None)
+    made = getattr(native, RUNTIME)(held, plan.microbatches, loss_fn=lambda *_: None)
     made._load_csv(path, format="compute_only")
     return made
 
@@ -75,10 +75,7 @@ def test_a_file_that_pytorch_runs_is_written_without_a_warning(order, tmp_path):
 @pytest.mark.parametrize("name", MULTI)
 def test_what_pytorchs_schedules_write_is_read(name, tmp_path):
     stages_per_rank = schedules[name](2, 4).stages_per_rank
-    count = 2 * stages_per_rank
-    held = [index for index in range(count) if native_place(NATIVE[name], 2, index) == 0]
-    recorders = [RecordingStage(index, count, 0, 2, []) for index in held]
-    theirs = native.schedule_class(NATIVE[name])(recorders, 4, loss_fn=lambda *_: None)
+    theirs = on_recorders(NATIVE[name], held_by(NATIVE[name], 2, stages_per_rank), 0, 4, [])
     theirs._dump_csv(tmp_path / "plan.csv", format="compute_only")
     read = flat(Plan.from_csv(tmp_path / "plan.csv"))
     assert read == list(executed(NATIVE[name], 2, 4, stages_per_rank).rows)

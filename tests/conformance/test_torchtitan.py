@@ -17,9 +17,10 @@ from torch.distributed.pipelining.schedules import (
 
 import pipelab
 from pipelab import Plan
-from pipelab.conformance.recording import RecordingStage
 from pipelab.errors import UsageError
 from pipelab.hub import torchtitan
+
+from .recording import RecordingStage
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "other_tools.md"
 

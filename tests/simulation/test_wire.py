@@ -229,16 +229,16 @@ def test_lowered_rows_are_written_for_pytorch_with_its_words(tmp_path):
 @pytest.mark.parametrize("order", ["pytorch", "deferred", "by-time"])
 def test_pytorchs_runtime_reads_the_file_and_runs_its_actions_in_the_plans_order(tmp_path, order):
     pytest.importorskip("torch")
-    from pipelab.conformance import native, recording
+    from conformance.recording import RUNTIME, on_recorders, run_on_recorders
 
     plan = schedules["zbv"](2, 4).plan()
     path = lower(plan, order=order, cost=Cost(latency=0.1)).to_csv(tmp_path / "plan.csv")
     for rank in range(2):
         record = []
         stages = [[0, 3], [1, 2]]
-        schedule = recording._schedule("_PipelineScheduleRuntime", stages, rank, 4, record, plan.rows)
+        schedule = on_recorders(RUNTIME, stages, rank, 4, record, plan.rows)
         schedule._load_csv(str(path), format="compute_comms")
-        native.run_on_recorders(schedule, 4)
+        run_on_recorders(schedule, 4)
         assert tuple(record) == plan.rows[rank]
 
 

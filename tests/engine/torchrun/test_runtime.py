@@ -7,17 +7,15 @@ import inspect
 import re
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from conformance.recording import NATIVE, RecordingStage, order_table
+from conformance.steps import group_of_one
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 import pipelab
-from pipelab.conformance import native, recording, steps
-from pipelab.conformance.recording import NATIVE, RecordingStage, order_table
-from pipelab.conformance.steps import group_of_one
 from pipelab.engine.torchrun import runtime
 from pipelab.engine.torchrun.stage import ProcessStage
 from pipelab.errors import NO_TORCH, EngineError
@@ -41,17 +39,16 @@ def test_this_torch_has_every_name() -> None:
     assert issubclass(found.schedules.ScheduleDualPipeV, found.runtime)
 
 
-@pytest.mark.parametrize("module", [runtime, steps, recording])
-def test_every_private_name_of_pytorchs_that_is_used_stands_in_the_table(module: ModuleType) -> None:
+def test_every_private_name_of_pytorchs_that_is_used_stands_in_the_table() -> None:
     table = {part for names in runtime._NAMES.values() for name in names for part in name.split(".")}
-    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Attribute)]
+    nodes = [node for node in ast.walk(ast.parse(inspect.getsource(runtime))) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in nodes if re.match("_[^_]", node.attr) and ast.unparse(node.value) != "self"}
     assert used <= table
 
 
 @pytest.mark.parametrize("kind", NATIVE.values())
 def test_this_torch_has_every_schedule_and_it_takes_stages_microbatches_and_a_loss(kind: str) -> None:
-    parameters = list(inspect.signature(native.schedule_class(kind)).parameters)
+    parameters = list(inspect.signature(getattr(runtime.load().schedules, kind)).parameters)
     assert parameters[0] in {"stage", "stages"}
     assert parameters[1] == "n_microbatches"
     assert {"loss_fn", "scale_grads"} <= set(parameters)
@@ -135,22 +132,3 @@ def test_a_runtime_that_asks_a_stage_for_more_is_told_with_what(monkeypatch: pyt
     monkeypatch.setattr("torch.distributed.pipelining.schedules._PipelineScheduleRuntime.__init__", as_in_another_torch)
     with pytest.raises(EngineError, match=r"does not accept pipelab's orders \(AttributeError: .*'mesh'"):
         runtime.load()
-
-
-@pytest.mark.parametrize("name", ["target_mbs", "losses"])
-def test_a_parameter_of_a_schedules_loop_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [each for each in ("target_mbs", "losses") if each != name]
-    loop = eval(f"lambda self, {', '.join(kept)}: None")  # noqa: S307 - the names above
-    monkeypatch.setattr(runtime.load().schedules.ScheduleGPipe, "_step_microbatches", loop)
-    with pytest.raises(EngineError, match=rf"has no .*ScheduleGPipe\._step_microbatches\({name}=\.\.\.\), which"):
-        recording.executed("ScheduleGPipe", 2, 2)
-
-
-def test_a_schedule_without_a_table_is_named() -> None:
-    with pytest.raises(EngineError, match=r"has no .*schedules\.object\(\)\.pipeline_order"):
-        native.order_table(object())
-
-
-def test_a_schedule_that_this_torch_lacks_is_named() -> None:
-    with pytest.raises(EngineError, match=r"has no torch\.distributed\.pipelining\.schedules\.ScheduleOfTomorrow"):
-        native.schedule_class("ScheduleOfTomorrow")

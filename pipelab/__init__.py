@@ -32,80 +32,52 @@ The parts, in reading order:
 
 from __future__ import annotations
 
+import ast
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab._version import __version__
-from pipelab.catalogue import (
-    GEMS,
-    V1F1B,
-    ZBH1,
-    ZBH2,
-    ZBV,
-    BitPipe,
-    Chimera,
-    DelayedBackward,
-    DualPipe,
-    DualPipeV,
-    Eager1F1B,
-    GPipe,
-    Greedy,
-    Hanayo,
-    Interleaved1F1B,
-    InterleavedZeroBubble,
-    LoopedBFS,
-    Naive,
-    OneFOneB,
-    Overlapped1F1B,
-    Seq1F1B,
-    SlimPipe,
-    VHalf,
-    VMin,
-    ZeroPP,
-    schedules,
-)
-from pipelab.catalogue.asynchronous import PipeDream, TwoBW
-from pipelab.catalogue.bpipe import BPipe
-from pipelab.catalogue.building_block import building_block
-from pipelab.catalogue.frontier import frontier
-from pipelab.catalogue.pipe_offload import PipeOffload
-from pipelab.catalogue.recomputation import with_recompute
-from pipelab.checking.checker import check
-from pipelab.checking.memory import Memory
-from pipelab.errors import (
-    NO_TORCH,
-    BatchError,
-    CostError,
-    DeviceError,
-    EngineError,
-    FormatError,
-    LossError,
-    PipelabError,
-    RankError,
-    SplitError,
-    StageError,
-    StepTimeoutError,
-    UsageError,
-    VerificationError,
-)
-from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, U, W
-from pipelab.plan.fault import Fault, ScheduleError
-from pipelab.plan.plan import Plan
-from pipelab.schedule import Schedule, replicate, with_gathers
-from pipelab.simulation.bounds import lower_bound
-from pipelab.simulation.clock import simulate
-from pipelab.simulation.comparison import Comparison, compare
-from pipelab.simulation.cost import Cost
-from pipelab.simulation.links import Links, all_reduce_time
-from pipelab.simulation.memory import MemoryUse, memory_use
-from pipelab.simulation.optimum import optimum
-from pipelab.simulation.what_if import what_if
-from pipelab.simulation.wire import lower
-from pipelab.table import Column, Table
-from pipelab.trace.diff import Diff, diff
-from pipelab.trace.trace import Trace
+from pipelab.errors import NO_TORCH
 
 if TYPE_CHECKING:
+    from pipelab.catalogue import (
+        GEMS,
+        V1F1B,
+        ZBH1,
+        ZBH2,
+        ZBV,
+        BitPipe,
+        Chimera,
+        DelayedBackward,
+        DualPipe,
+        DualPipeV,
+        Eager1F1B,
+        GPipe,
+        Greedy,
+        Hanayo,
+        Interleaved1F1B,
+        InterleavedZeroBubble,
+        LoopedBFS,
+        Naive,
+        OneFOneB,
+        Overlapped1F1B,
+        Seq1F1B,
+        SlimPipe,
+        VHalf,
+        VMin,
+        ZeroPP,
+        schedules,
+    )
+    from pipelab.catalogue.asynchronous import PipeDream, TwoBW
+    from pipelab.catalogue.bpipe import BPipe
+    from pipelab.catalogue.building_block import building_block
+    from pipelab.catalogue.frontier import frontier
+    from pipelab.catalogue.pipe_offload import PipeOffload
+    from pipelab.catalogue.recomputation import with_recompute
+    from pipelab.checking.checker import check
+    from pipelab.checking.memory import Memory
     from pipelab.engine.collectives.ring import codec_hook, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
@@ -114,127 +86,70 @@ if TYPE_CHECKING:
     from pipelab.engine.stage.slices import cached
     from pipelab.engine.step import Step
     from pipelab.engine.verify.diagnose import diagnose
+    from pipelab.errors import (
+        BatchError,
+        CostError,
+        DeviceError,
+        EngineError,
+        FormatError,
+        LossError,
+        PipelabError,
+        RankError,
+        SplitError,
+        StageError,
+        StepTimeoutError,
+        UsageError,
+        VerificationError,
+    )
     from pipelab.layouts.search import layout
+    from pipelab.plan.actions import LOAD, OFFLOAD, RESHARD, UNSHARD, Action, B, C, F, I, Pair, R, U, W
+    from pipelab.plan.fault import Fault, ScheduleError
+    from pipelab.plan.plan import Plan
+    from pipelab.schedule import Schedule, replicate, with_gathers
+    from pipelab.simulation.bounds import lower_bound
+    from pipelab.simulation.clock import simulate
+    from pipelab.simulation.comparison import Comparison, compare
+    from pipelab.simulation.cost import Cost
+    from pipelab.simulation.links import Links, all_reduce_time
+    from pipelab.simulation.memory import MemoryUse, memory_use
+    from pipelab.simulation.optimum import optimum
+    from pipelab.simulation.what_if import what_if
+    from pipelab.simulation.wire import lower
+    from pipelab.table import Column, Table
+    from pipelab.trace.diff import Diff, diff
+    from pipelab.trace.trace import Trace
 
 __all__ = [
-    "GEMS",
-    "LOAD",
-    "OFFLOAD",
-    "RESHARD",
-    "UNSHARD",
-    "V1F1B",
-    "ZBH1",
-    "ZBH2",
-    "ZBV",
-    "Action",
-    "B",
-    "BPipe",
-    "BatchError",
-    "BitPipe",
-    "C",
-    "Chimera",
-    "Column",
-    "Comparison",
-    "Cost",
-    "CostError",
-    "DelayedBackward",
-    "DeviceError",
-    "Diff",
-    "DualPipe",
-    "DualPipeV",
-    "Eager1F1B",
-    "EngineError",
-    "F",
-    "Fault",
-    "FormatError",
-    "GPipe",
-    "Greedy",
-    "Hanayo",
-    "I",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "Links",
-    "LoopedBFS",
-    "LossError",
-    "Memory",
-    "MemoryUse",
-    "Naive",
-    "OneFOneB",
-    "Overlapped1F1B",
-    "Pair",
-    "PipeDream",
-    "PipeOffload",
-    "PipelabError",
-    "Pipeline",
-    "Plan",
-    "R",
-    "RankError",
-    "Schedule",
-    "ScheduleError",
-    "Seq1F1B",
-    "SlimPipe",
-    "SplitError",
-    "StageError",
-    "Step",
-    "StepTimeoutError",
-    "Table",
-    "Trace",
-    "TwoBW",
-    "U",
-    "UsageError",
-    "VHalf",
-    "VMin",
-    "VerificationError",
-    "W",
-    "ZeroPP",
-    "__version__",
-    "all_reduce_time",
-    "building_block",
-    "cached",
-    "check",
-    "codec_hook",
-    "compare",
-    "devices",
-    "diagnose",
-    "diff",
-    "emulated",
-    "frontier",
-    "layout",
-    "lower",
-    "lower_bound",
-    "memory_use",
-    "optimum",
-    "replicate",
-    "ring_all_reduce",
-    "schedules",
-    "simulate",
-    "split",
-    "what_if",
-    "with_gathers",
-    "with_recompute",
-]
+    "GEMS", "LOAD", "OFFLOAD", "RESHARD", "UNSHARD", "V1F1B", "ZBH1", "ZBH2", "ZBV", "Action", "B", "BPipe",
+    "BatchError", "BitPipe", "C", "Chimera", "Column", "Comparison", "Cost", "CostError", "DelayedBackward",
+    "DeviceError", "Diff", "DualPipe", "DualPipeV", "Eager1F1B", "EngineError", "F", "Fault", "FormatError", "GPipe",
+    "Greedy", "Hanayo", "I", "Interleaved1F1B", "InterleavedZeroBubble", "Links", "LoopedBFS", "LossError", "Memory",
+    "MemoryUse", "Naive", "OneFOneB", "Overlapped1F1B", "Pair", "PipeDream", "PipeOffload", "PipelabError", "Pipeline",
+    "Plan", "R", "RankError", "Schedule", "ScheduleError", "Seq1F1B", "SlimPipe", "SplitError", "StageError", "Step",
+    "StepTimeoutError", "Table", "Trace", "TwoBW", "U", "UsageError", "VHalf", "VMin", "VerificationError", "W",
+    "ZeroPP", "__version__", "all_reduce_time", "building_block", "cached", "check", "codec_hook", "compare",
+    "devices", "diagnose", "diff", "emulated", "frontier", "layout", "lower", "lower_bound", "memory_use", "optimum",
+    "replicate", "ring_all_reduce", "schedules", "simulate", "split", "what_if", "with_gathers", "with_recompute",
+]  # fmt: skip
 
-# What needs torch, and what few need, is loaded when it is first asked for, so that `import pipelab` stays quick.
-_ON_FIRST_USE = {
-    "Pipeline": "pipelab.engine.pipeline",
-    "Step": "pipelab.engine.step",
-    "cached": "pipelab.engine.stage.slices",
-    "codec_hook": "pipelab.engine.collectives.ring",
-    "devices": "pipelab.engine.device.devices",
-    "diagnose": "pipelab.engine.verify.diagnose",
-    "emulated": "pipelab.engine.emulation",
-    "layout": "pipelab.layouts.search",
-    "ring_all_reduce": "pipelab.engine.collectives.ring",
-    "split": "pipelab.engine.model.split",
-}
+_PARTS = "catalogue", "checking", "draw", "files", "plan", "schedule", "simulation", "trace"
+
+
+@cache
+def _modules() -> dict[str, str | None]:
+    """Return which module has each name: the imports above, which only type checkers run."""
+    lines = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    return {name.name: line.module for line in lines if isinstance(line, ast.ImportFrom) for name in line.names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is loaded on first use."""
-    if name not in _ON_FIRST_USE:
+    """Import what has a name when it is first asked for, so that `import pipelab` is quick."""
+    if name in _PARTS:
+        return import_module(f"pipelab.{name}")
+    if name not in __all__:
         raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_ON_FIRST_USE[name]), name)
+        value = getattr(import_module(str(_modules()[name])), name)
     except ModuleNotFoundError as error:
         if error.name == "torch":
             raise ModuleNotFoundError(f"pipelab.{name}: {NO_TORCH}", name="torch") from None
@@ -244,5 +159,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what is loaded on first use too."""
-    return [*__all__, "__doc__", "errors"]
+    """List what has not been asked for too."""
+    return [*__all__, *_PARTS, "__doc__", "errors"]

@@ -81,7 +81,7 @@ HIDING_PLACES = {
         "pipelab.labs.grading.server",  # a submission's file must not have the name of a loaded module
     },
     "import_module": {
-        "pipelab",  # the torch half's names, loaded when they are first used
+        "pipelab",  # its names, loaded when they are first used
         "pipelab.display",  # what shows things, loaded when one is first shown
         "pipelab.engine.torchrun.runtime",  # the door to PyTorch's private names
         "pipelab.labs.grading.server",  # a submission
@@ -279,10 +279,21 @@ print(json.dumps([hooks() == before, [name for name in registered if name.starts
     assert json.loads(result.stdout) == [True, []]
 
 
-def test_importing_pipelab_loads_nothing_heavy():
-    code = f"import sys, pipelab; print(sorted({HEAVY} & sys.modules.keys()))"
+def test_importing_pipelab_loads_30_modules_of_ours_at_most_and_nothing_heavy():
+    code = (
+        f"import sys, pipelab; print(sorted({HEAVY} & sys.modules.keys())); "
+        "print(sum(name.startswith('pipelab') for name in sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    heavy, ours = result.stdout.splitlines()
+    assert heavy == "[]"
+    assert int(ours) <= 30
+
+
+def test_parts_of_pipelab_are_found_after_its_import_alone():
+    code = "import pipelab; print(*(getattr(pipelab, part).__name__ for part in pipelab._PARTS)); pipelab.draw.text"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [f"pipelab.{part}" for part in pipelab._PARTS]
 
 
 def test_checking_and_simulating_load_nothing_heavy():
@@ -311,9 +322,10 @@ def test_a_function_has_at_most_60_lines_beside_its_docstring():
 
 def test_a_small_module_has_two_importers_or_is_a_schedule():
     """What only one module needs is a chapter of that module, unless it is long enough for a room of its own."""
-    importers = {name: {each.module for each in IMPORTS if each.name == name} for name in MODULES}
-    kinds = (each for each in vars(pipelab).values() if isinstance(each, type))
-    schedules = {kind.__module__ for kind in kinds if issubclass(kind, pipelab.Schedule)}
+    importers = {name: {found.module for found in ALL_IMPORTS if found.name == name} for name in MODULES}
+    ours = (name for name, module in pipelab._modules().items() if str(module).startswith("pipelab.catalogue"))
+    kinds = (getattr(pipelab, name) for name in ours)
+    schedules = {kind.__module__ for kind in kinds if isinstance(kind, type) and issubclass(kind, pipelab.Schedule)}
     splinters = {
         module
         for module, path in MODULES.items()
@@ -336,13 +348,9 @@ def test_a_folder_lists_its_modules_in_its_docstring(folder):
     assert sorted(listed) == sorted(modules + folders)
 
 
-@pytest.mark.parametrize("name", sorted({*pipelab.__all__} - {*pipelab._ON_FIRST_USE}))
-def test_every_public_name_is_there(name):
-    assert getattr(pipelab, name) is not None
-
-
-def test_the_torch_half_is_listed_among_the_public_names():
-    assert set(pipelab._ON_FIRST_USE) <= set(pipelab.__all__) <= set(dir(pipelab))
+def test_every_public_name_is_imported_for_type_checkers_too():
+    typed = {name for name, module in pipelab._modules().items() if str(module).startswith("pipelab.")}
+    assert typed - {"NO_TORCH"} == set(pipelab.__all__) <= set(dir(pipelab))
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -62,7 +62,7 @@ def with_recompute(
     most = 0 if ahead == 0 else require_size("ahead", ahead)
     plan = as_plan(plan)
     require_legal(plan)
-    if most and any(move.action.kind == "UNSHARD" for move in plan.bound.moves):
+    if most and any(move.action.traits.holds == "gathered" for move in plan.bound.moves):
         raise UsageError(
             f"ahead={ahead}: the plan gathers weights, and a C that moves ahead could come before its gather\n"
             f"  try: with_gathers(with_recompute(schedule, ahead={ahead}))"
@@ -93,7 +93,7 @@ def _again(row: Sequence[Item], stages: Collection[int]) -> Iterator[Item]:
         if wanted and listed.isdisjoint((again, away)) and own not in (*before, *_halves(item)):
             yield again
         yield item
-        if not backward.traits.channel:
+        if backward.traits.computes:
             before = _halves(item)
 
 

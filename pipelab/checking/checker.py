@@ -352,7 +352,9 @@ def _over_versions(bound: BoundPlan, versions: int) -> list[Fault]:
     faults: list[Fault] = []
     for rank, row in enumerate(bound.rows):
         before: dict[int, dict[int, int]] = {}
-        for index, (code, used) in enumerate(zip(row, bound.versions(rank), strict=True)):
+        used_at = dict(zip(bound.lists[rank], bound.versions(rank), strict=True))
+        for index, code in enumerate(row):
+            used = used_at[code]
             action = bound.codes.action(code)
             m, stage = bound.codes.microbatch[code], bound.codes.stage[code]
             version, newest = before.get(stage, used).get(m, used[-1]), used[-1]

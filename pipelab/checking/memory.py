@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from pipelab.errors import CostError
-from pipelab.plan.actions import FINITE, Action, finite
+from pipelab.plan.actions import FINITE, finite
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import readable, shorten
 
@@ -29,9 +29,9 @@ class Change(NamedTuple):
         activations: added when it starts.
         outputs: of the model, added when it starts.
         freed: of activations, when it ends.
-        weights: of an older version that is still in use, added when it starts.
+        weights: of an older version that is still in use, or of a stage that is gathered, added when it starts.
         dropped: of gradients that an update has applied, when it ends.
-        forgotten: of versions that no micro-batch uses any more, when it ends.
+        forgotten: of versions that no micro-batch uses any more, or of a stage that is freed, when it ends.
     """
 
     gradients: int
@@ -110,7 +110,7 @@ class Memory:
         return sum(weights[stage] for stage in mine), sum(optimizer[stage] for stage in mine)
 
     def changes(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
-        """Yield what each of a rank's actions changes, in order.
+        """Yield what each of a rank's actions, and of its moves, changes, in order.
 
         Raises:
             CostError: if a list does not have one number per stage.
@@ -124,9 +124,12 @@ class Memory:
         gradients, weights = self.of("gradients", stages), self.of("weights", stages)
         updates = [bound.listed("U", stage) for stage in range(stages)]
         versions, begun = [1] * stages, set[tuple[int, int]]()
-        for code, used, change in zip(bound.rows[rank], bound.versions(rank), usual, strict=True):
+        for code, used, change in zip(bound.lists[rank], bound.versions(rank), usual, strict=True):
             stage, gives = codes.stage[code], codes.traits(code).gives
             group = stage, bisect_left(updates[stage], codes.microbatch[code])
+            if not bound.computes(code):
+                yield change
+                continue
             first = "gw(m,s)" in gives and group not in begun
             begun |= {group} if first else set()
             more, versions[stage] = len(set(used.values())) - versions[stage], len(set(used.values()))
@@ -139,23 +142,25 @@ class Memory:
 
     def _without_updates(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
         codes, stages = bound.codes, bound.codes.stages
-        gradients, activations, inputs = (self.of(name, stages) for name in ("gradients", "activations", "inputs"))
+        sizes_of = (self.of(name, stages) for name in ("gradients", "gathered", "activations", "inputs"))
+        gradients, gathered, activations, inputs = sizes_of
         leaves = activations if self.for_weight_grad is None else self.of("for_weight_grad", stages)
         without_gradients, usual = set(range(stages)), dict[tuple[str, int, int], Change]()
-        for code in bound.rows[rank]:
+        for code in bound.lists[rank]:
             kind = codes.kind[code], codes.stage[code], codes.holds[code]
             if kind in usual:
                 yield usual[kind]
                 continue
             traits, stage = codes.traits(code), codes.stage[code]
-            sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage]}
+            sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage], "gathered": 0}
             more = sizes[traits.holds] - sizes[traits.releases]
+            whole = gathered[stage] * ((traits.holds == "gathered") - (traits.releases == "gathered"))
             if "again(m,s)" in traits.gives:
                 more -= inputs[stage]
             elif traits.forward and not codes.holds[code]:
                 more = inputs[stage]
             outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
-            usual[kind] = Change(0, max(0, more), outputs, max(0, -more))
+            usual[kind] = Change(0, max(0, more), outputs, max(0, -more), max(0, whole), 0, max(0, -whole))
             first = "gw(m,s)" in traits.gives and stage in without_gradients
             without_gradients -= {stage} if first else set()
             yield usual[kind]._replace(gradients=gradients[stage]) if first else usual[kind]
@@ -163,19 +168,11 @@ class Memory:
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""
         now, held = sum(self.always(bound, rank)), []
-        moves = [move for move in reversed(bound.moves) if move.rank == rank]
-        for index, each in enumerate(self.changes(bound, rank)):
-            while moves and moves[-1].before <= index:
-                now += self.moved(moves.pop().action, bound.codes.stages)
+        for code, each in zip(bound.lists[rank], self.changes(bound, rank), strict=True):
             now += each.gradients + each.activations + each.outputs + each.weights
-            held.append(now)
+            held += [now] if bound.computes(code) else []
             now -= each.freed + each.dropped + each.forgotten
         return held
-
-    def moved(self, action: Action, stages: int) -> int:
-        """Return how many bytes a gather or a load adds; a free or an offload takes them away."""
-        sizes = self.of("gathered" if action.microbatch is None else "activations", stages)
-        return sizes[action.stage or 0] * action.traits.in_flight
 
     def of(self, name: str, stages: int) -> Sequence[int]:
         """Return one of the sizes for every stage."""

@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
 from typing import Any, TypeGuard, get_args
 
 from pipelab.checking.repair import as_yielded
 from pipelab.errors import require_caps
 from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Action, Kind, Pair
 from pipelab.plan.binding import NO_RANK, ask, within, written
-from pipelab.plan.bound import BoundPlan, Move
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
 from pipelab.plan.plan import Plan
@@ -387,31 +386,23 @@ def _rewritten(plan: Plan, change: Callable[[tuple[int, int], Action], Action]) 
 # rank 0 | UNSHARD F0 RESHARD … UNSHARD B0 RESHARD      one gather before each use, and a free after the last one
 # rank 0 | F0 OFFLOAD0 … LOAD0 B0                       what was taken away is back before its backward
 
-_RELEASES = ("B", "I")
-"""The kinds that need what a forward kept, and release it."""
-
 
 def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -> list[Fault]:
     """Find moves that cannot be, and actions whose weights or activation are not there."""
-    caps = [len(bound.moves)] * len(bound.rows)
+    moves = [move for move in bound.moves if not move.action.traits.computes]
+    caps = [len(moves)] * len(bound.lists)
     if gather_cap is not None:
-        caps = require_caps(gather_cap, len(bound.rows), "gather_cap")
-    listed = [move for move in bound.moves if not move.reduces]
-    sharded = {move.what[1] for move in listed if move.action.microbatch is None}
-    by_rank = {rank: list(moves) for rank, moves in groupby(listed, key=lambda move: move.rank)}
-    ranks = range(len(bound.rows)) if sharded else by_rank
-    return [fault for rank in ranks for fault in _of_rank(bound, rank, by_rank.get(rank, []), sharded, caps[rank])]
+        caps = require_caps(gather_cap, len(bound.lists), "gather_cap")
+    sharded = {move.action.stage for move in moves if move.action.microbatch is None}
+    ranks = range(len(bound.lists)) if sharded else dict.fromkeys(move.rank for move in moves)
+    return [fault for rank in ranks for fault in _of_rank(bound, rank, sharded, caps[rank])]
 
 
-def _of_rank(bound: BoundPlan, rank: int, moves: list[Move], sharded: set[int], cap: int) -> Iterator[Fault]:
-    holding = _Holding(bound, rank, sharded, cap)
-    waiting = moves[::-1]
-    for index, code in enumerate(bound.rows[rank]):
-        while waiting and waiting[-1].before <= index:
-            yield from holding.moved(waiting.pop())
-        yield from holding.ran(code, bound.position(rank, index))
-    for move in reversed(waiting):
-        yield from holding.moved(move)
+def _of_rank(bound: BoundPlan, rank: int, sharded: set[int | None], cap: int) -> Iterator[Fault]:
+    holding, places = _Holding(bound, rank, sharded, cap), bound.placed(rank)
+    for code in bound.lists[rank]:
+        follow = holding.ran if bound.computes(code) else holding.moved
+        yield from follow(code, bound.codes.action(code), places[code])
     for stage, position in holding.gathered.items():
         hint = f"yield {_free(stage)} after the stage's last action"
         yield holding.fault(position, Action("UNSHARD", None, stage), "gathers weights that nothing frees", hint)
@@ -428,35 +419,33 @@ class _Holding:
         gathered: by stage, the position since which its weights are gathered.
     """
 
-    def __init__(self, bound: BoundPlan, rank: int, sharded: set[int], cap: int) -> None:
+    def __init__(self, bound: BoundPlan, rank: int, sharded: set[int | None], cap: int) -> None:
         self.bound, self.rank, self.sharded, self.cap = bound, rank, sharded, cap
         self.gathered: dict[int, int] = {}
         self._freed: dict[int, int] = {}  # by stage, the position
         self._reported: set[int] = set()  # stages whose lack of weights is reported already
-        self._kept: dict[tuple[int | None, int], int | None] = {}  # by activation: since when away, or None if here
+        self._kept: dict[tuple[int, int], int | None] = {}  # by activation: since when away, or None if here
 
     def fault(self, position: int, action: Action, message: str, hint: str) -> Fault:
         message = f"{action} on rank {self.rank}, position {position} {message}"
         return Fault("residency", self.rank, position, action, message, hint)
 
-    def moved(self, move: Move) -> Iterator[Fault]:
+    def moved(self, code: int, action: Action, position: int) -> Iterator[Fault]:
         """Follow a move; yield its faults."""
-        action, position, stage = move.action, move.position, move.what[1]
-        if action.kind == "UNSHARD":
-            yield from self._gathered(move)
-        elif action.microbatch is not None:
-            yield from self._carried(move)
-        else:
+        if self.bound.codes.collective[code]:
+            return
+        follow = {"gathered": self._gathered, "activations": self._carried}
+        traits = action.traits
+        yield from follow[traits.holds or traits.releases](code, action, position)
+
+    def _gathered(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+        stage, remove = self.bound.codes.stage[code], f"remove {written(action)}"
+        if action.traits.releases:
             if stage not in self.gathered:
-                hint = f"remove {written(action)}"
-                yield self.fault(position, action, f"frees stage {stage}, which is not gathered", hint)
+                yield self.fault(position, action, f"frees stage {stage}, which is not gathered", remove)
             self._freed[stage] = position
             self.gathered.pop(stage, None)
-
-    def _gathered(self, move: Move) -> Iterator[Fault]:
-        action, position, stage = move.action, move.position, move.what[1]
-        remove = f"remove {written(action)}"
-        if stage not in self.bound.stages_of.get(self.rank, ()):
+        elif stage not in self.bound.stages_of.get(self.rank, ()):
             yield self.fault(position, action, f"gathers a stage that rank {self.rank} does not hold", remove)
         elif stage in self.gathered:
             twice = f"gathers stage {stage}, which is gathered since position {self.gathered[stage]}"
@@ -471,20 +460,21 @@ class _Holding:
                 hint = f"free a stage before it, such as with {_free(next(iter(self.gathered)))}"
                 yield self.fault(position, action, message, hint)
 
-    def _carried(self, move: Move) -> Iterator[Fault]:
-        action, what, away = move.action, move.what, self._kept.get(move.what)
-        if what in self._kept and (away is None) == (action.kind == "OFFLOAD"):
-            self._kept[what] = move.position if action.kind == "OFFLOAD" else None
+    def _carried(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+        what, takes = self.bound.what(code), bool(action.traits.releases)
+        away = self._kept.get(what)
+        if what in self._kept and (away is None) == takes:
+            self._kept[what] = position if takes else None
             return
         where = "is here" if away is None else f"is away since position {away}"
         why = where if what in self._kept else "the rank does not keep: it comes between F and B"
-        verb = "takes away" if action.kind == "OFFLOAD" else "brings back"
-        yield self.fault(move.position, action, f"{verb} an activation that {why}", f"remove {written(action)}")
+        verb = "takes away" if takes else "brings back"
+        yield self.fault(position, action, f"{verb} an activation that {why}", f"remove {written(action)}")
 
-    def ran(self, code: int, position: int) -> Iterator[Fault]:
+    def ran(self, code: int, action: Action, position: int) -> Iterator[Fault]:
         """Follow an action that computes; yield its faults."""
         codes = self.bound.codes
-        action, stage = codes.action(code), codes.stage[code]
+        stage, what = codes.stage[code], self.bound.what(code)
         if codes.collective[code]:
             return
         if stage in self.sharded and stage not in self.gathered and stage not in self._reported:
@@ -493,8 +483,8 @@ class _Holding:
             yield self.fault(position, action, f"needs the weights of stage {stage}, which are {cause}", hint)
             self._reported.add(stage)
         if codes.holds[code]:
-            self._kept[action.microbatch, stage] = None
-        elif action.kind in _RELEASES and (since := self._kept.pop((action.microbatch, stage), None)) is not None:
+            self._kept[what] = None
+        elif action.traits.releases == "activations" and (since := self._kept.pop(what, None)) is not None:
             message = f"needs the activation that was taken away at position {since}"
             load = written(Action("LOAD", action.microbatch, stage))
             yield self.fault(position, action, message, f"yield {load} before it")

@@ -78,7 +78,6 @@ from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.trace.diff import in_unit_of
-from pipelab.trace.replay import not_replayed
 
 if TYPE_CHECKING:
     from pipelab.labs.running import Result
@@ -258,8 +257,7 @@ def compare(
             traces.append(theirs := in_unit_of(loaded, traces[0]))
             if loaded.unit and not traces[0].unit and traces[0] is not subjects[0]:
                 say(f"Your times have no unit, so all of {other} are scaled to as much work: try --unit {loaded.unit}")
-            refusal = not diff and (not_replayed(traces[0]) or not_replayed(theirs))
-            first = f"no first difference: {refusal}" if refusal else differences.first(pipelab.diff(traces[0], theirs))
+            first = differences.first(pipelab.diff(traces[0], theirs))
             say(f"{first} ({other}: {theirs.note})" if theirs.note else first)
             targets.append(str(other))
         named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)

@@ -159,7 +159,8 @@ def text(found: Diff, width: int = 80) -> str:
 def data(before: Trace, after: Trace, names: tuple[str, str]) -> dict[str, Any]:
     """Return what a page shows of two traces: the sentence, the parts, and each action's effects that are not 0.
 
-    An action is named by its place: how many actions are before it on its rank and on the ranks before.
+    An action is named by its place: how many actions are before it on its rank and on the ranks before. Moves, which
+    have none, are in the notes only.
     """
     if refusal := why_not(before, after):
         return {"refusal": refusal}
@@ -169,6 +170,6 @@ def data(before: Trace, after: Trace, names: tuple[str, str]) -> dict[str, Any]:
     effects = [
         [place[change.rank, change.action], *(float(f"{change.effects.get(part, 0.0):.7g}") for part in parts)]
         for change in found
-        if any(change.effects.get(part) for part in parts)
+        if (change.rank, change.action) in place and any(change.effects.get(part) for part in parts)
     ]
     return {"notes": [sentence(found), *_sums(found)], "parts": parts, "effects": effects}

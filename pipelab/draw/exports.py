@@ -29,7 +29,7 @@ def perfetto(trace: Trace) -> dict[str, Any]:
         "Trace Event Format", Google, 2016.
     """
     scale = MICROSECONDS.get(trace.unit, 1e3)
-    action, rows = Waits(trace).action, trace.plan.bound.rows
+    action, rows = trace.plan.bound.codes.action, trace.plan.bound.rows
     where: dict[tuple[int, str], tuple[float, float]] = {}
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": trace.name}}]
     for rank, (row, waited) in enumerate(zip(rows, waits(trace), strict=True)):
@@ -72,15 +72,15 @@ def events(trace: Trace) -> Table:
         >>> events(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).rows[1]["reason"]
         'dependency'
     """
-    found, computing = Waits(trace), len(trace.plan.bound.codes.kind)
+    bound, found = trace.plan.bound, Waits(trace)
     before: dict[tuple[int, str], list[Idle]] = {}
     for each in trace.idle:
         before.setdefault((each.rank, str(each.needer)), []).append(each)
     rows: list[dict[str, Any]] = []
     for rank, waited in enumerate(waits(trace)):
         givers = [None if wait is None else wait.giver for wait in waited]
-        moves = ((at, move) for at, move in enumerate(trace.moves, computing) if move.rank == rank)
-        moved = ((move, found.before_move(at)) for at, move in moves)
+        moves = zip(bound.moves, trace.moves, strict=False)
+        moved = ((event, found.before_move(move.code)) for move, event in moves if move.rank == rank)
         for event, giver in [*zip(trace.events_of(rank), givers, strict=True), *moved]:
             idle = before.get((rank, str(event.action)), [])
             rows.append(
@@ -91,7 +91,7 @@ def events(trace: Trace) -> Table:
                     "microbatch": event.action.microbatch,
                     "start": event.start,
                     "end": event.end,
-                    "waited_for": None if giver is None else str(found.action(giver)),
+                    "waited_for": None if giver is None else str(bound.codes.action(giver)),
                     "idle_before": sum(each.duration for each in idle),
                     "reason": max(idle, key=lambda each: each.duration).reason if idle else None,
                 }

@@ -86,10 +86,10 @@ def chain(trace: Trace, code: int) -> Iterator[str]:
     """Yield, step by step backwards, why an action, or a move, did not begin earlier."""
     bound, found = trace.plan.bound, Waits(trace)
     where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
-    named = found.action
+    named = bound.codes.action
     while True:
         if code not in where:
-            move, before_it = found.move(code), found.before_move(code)
+            move, before_it = found.moved[code], found.before_move(code)
             yield f"{move.action} begins on rank {move.rank} at {number(move.start)}: " + (
                 "nothing comes before it." if before_it is None else f"until then it waits for {named(before_it)}."
             )

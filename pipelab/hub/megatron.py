@@ -134,7 +134,7 @@ def best_layout(
     plan = as_plan(schedule).reducing(beside=cost.all_reduce_runs == "beside")
     codes, (jobs, network) = plan.bound.codes, network_of(plan.bound, ())
     lasts, delay = cost.lengths(plan)
-    moves, lags, latest = lasts[len(codes.kind) :], codes.by_need(delay), numpy.maximum.reduce
+    moves, lags, latest = lasts[codes.first_move :], codes.by_need(delay), numpy.maximum.reduce
 
     def ranked(places: Sequence[_Place]) -> list[tuple[float, _Place]]:
         costs = (layout_cost(_letters(*place, mtp), times, cost) for place in places)

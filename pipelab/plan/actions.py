@@ -40,7 +40,8 @@ class Traits:
         notation: PyTorch's word for it, if that is not the letter.
         optional: whether `Codes` lay it out only for plans that list it, so that it costs other plans nothing.
         channel: the channel of its rank on which it runs, beside computing, one after the other. An action with a
-            channel is a *move*: it changes what its rank holds, and may come several times. `now`: it takes no time.
+            channel is a *move*: it does not compute, it changes what its rank holds, and it may come several times.
+            `now`: it takes no time.
     """
 
     word: str
@@ -56,6 +57,11 @@ class Traits:
     channel: str = ""
 
     @property
+    def computes(self) -> bool:
+        """Whether its rank does nothing else meanwhile."""
+        return not self.channel
+
+    @property
     def collective(self) -> bool:
         """Whether it gives nothing, and runs once for all micro-batches, on all ranks of its stage together."""
         return not self.gives
@@ -68,7 +74,7 @@ class Traits:
     @property
     def in_flight(self) -> int:
         """How many activations more its rank holds after it: one, none, or one less."""
-        return bool(self.holds) - bool(self.releases)
+        return (self.holds in _ACTIVATION) - (self.releases in _ACTIVATION)
 
 
 # Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
@@ -76,7 +82,7 @@ _BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD
 _GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
 _VIOLET, _SKY = ("#B040F0", "#BC5AF2"), ("#56B4E9", "#6DBEEC")
 _CHANNEL = ("#6B6B6B", "#848484")
-_KEPT, _LEFT = "activations", "for_weight_grad"
+_KEPT, _LEFT = _ACTIVATION = "activations", "for_weight_grad"
 # fmt: off
 TRAITS: dict[Kind, Traits] = {
     "F": Traits("forward", needs=("out(m,s-1)",), gives=("out(m,s)",), holds=_KEPT,
@@ -106,7 +112,7 @@ TRAITS: dict[Kind, Traits] = {
 # The collective ones last, as in `Codes`.
 EVERY_KIND = tuple(TRAITS)
 """All of them: a tuple, in which a student's list may be looked for too."""
-KINDS = tuple(sorted((kind for kind in TRAITS if not TRAITS[kind].channel), key=lambda kind: TRAITS[kind].collective))
+KINDS = tuple(sorted((kind for kind in TRAITS if TRAITS[kind].computes), key=lambda kind: TRAITS[kind].collective))
 """The kinds that compute."""
 PER_MICROBATCH = tuple(kind for kind in KINDS if not TRAITS[kind].collective)
 """The kinds that run once for each micro-batch and stage: all but `R`."""

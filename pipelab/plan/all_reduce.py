@@ -60,36 +60,33 @@ def _after_last_gradients(codes: Codes, row: list[int], reduces: list[int]) -> d
     return found | dict.fromkeys(wanted.values(), len(row))
 
 
-def _at_the_end(_: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
-    return dict.fromkeys(reduces, len(row))
+def _at_the_end(codes: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
+    return dict.fromkeys(reduces, max((at + 1 for at, code in enumerate(row) if code < codes.first_move), default=0))
 
 
 def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
     """Return a plan with the all-reduces of `groups` where `choose` puts them."""
-    rows = [list(row) for row in bound.rows]
-    positions = list(bound.positions)
-    rank_of, moves = list(bound.rank_of), list(bound.moves)
-    for rank, row in enumerate(rows):
+    lists, places = [list(row) for row in bound.lists], list(bound.places)
+    rank_of = list(bound.rank_of)
+    for rank, row in enumerate(lists):
         reduces = [code for code, ranks in groups.items() if rank in ranks]
         if not reduces:
             continue
-        places = [bound.position(rank, index) for index in range(len(row))]
+        known = bound.placed(rank)
         # From the back, so that earlier places stay right; of several at one place, the last stage's comes first.
         chosen = choose(bound.codes, row, reduces)
         for code in sorted(reduces, key=lambda code: (-chosen[code], code)):
+            known[code] = known[row[chosen[code] - 1]] if chosen[code] else 0
             row.insert(chosen[code], code)
-            places.insert(chosen[code], places[chosen[code] - 1] if chosen[code] else 0)
             rank_of[code] = rank
-            for at, move in enumerate(moves):
-                if move.rank == rank and move.before >= chosen[code]:
-                    moves[at] = move._replace(before=move.before + 1)
-        positions[rank] = places
+        places[rank] = known
+    computing = [[code for code in row if bound.computes(code)] for row in lists] if bound.moves else lists
     return replace(
         bound,
-        rows=rows,
-        positions=positions,
+        lists=lists,
+        rows=computing,
+        places=places,
         rank_of=rank_of,
         reduces=bound.reduces | {code: list(ranks) for code, ranks in groups.items()},
         automatic=set(groups),
-        moves=moves,
     )

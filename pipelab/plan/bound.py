@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from operator import add
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
@@ -81,34 +80,11 @@ class _NotLaidOutError(Exception):
 
 
 class Move(NamedTuple):
-    """An action on a channel of its rank: a gather, a free, an offload or a load, or an all-reduce that runs beside.
-
-    Attributes:
-        rank: the rank that lists it.
-        before: how many of the rank's codes come before it: it begins when these are done, and its channel is free.
-        position: where it is in the row as written.
-        action: the action, bound to its stage.
-    """
+    """What a rank lists and does not compute: a move, or an all-reduce that runs beside computing."""
 
     rank: int
-    before: int
-    position: int
+    code: int
     action: Action
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it is an all-reduce, which all ranks of its stage run together; it waits for no gather or load."""
-        return not self.action.traits.channel
-
-    @property
-    def keys(self) -> tuple[object, ...]:
-        """The moves of its rank that it comes after share one of these: its channel, or what it moves."""
-        return ("all-reduce",) if self.reduces else (self.action.traits.channel, self.what)
-
-    @property
-    def what(self) -> tuple[int | None, int]:
-        """What it moves: the weights of a stage, `(None, stage)`, or an activation, `(micro-batch, stage)`."""
-        return self.action.microbatch, self.action.stage or 0
 
 
 @dataclass(slots=True)
@@ -117,8 +93,9 @@ class BoundPlan:
 
     Attributes:
         codes: the tables that say what a code means.
-        rows: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
-        positions: per rank, where each code is in the row as written; `None` where code `i` is item `i`.
+        lists: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
+        rows: the same without what does not compute; of a plan that only computes, the same lists.
+        places: per rank, where each code is in the row as written; `None` where code `i` of `rows` is item `i`.
         pairs: the codes of the forwards that open an overlapped pair.
         rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 if that is not known.
         rank_of: by code, the rank that lists it (the first of several), or -1.
@@ -127,13 +104,13 @@ class BoundPlan:
         reduces: for each `R` that is listed, by code, the ranks that list it.
         automatic: the codes of the `R` that pipelab inserted; see `all_reduce`.
         walk: a walk through the whole plan, kept once the plan is known to be right.
-        moves: the actions on channels, rank by rank, in order. They have no codes, and are in no row: no action of
-            another rank needs them.
+        beside: whether the all-reduces run beside computing, so that they are in no row.
     """
 
     codes: Codes
+    lists: list[list[int]]
     rows: list[list[int]]
-    positions: list[list[int] | None]
+    places: list[dict[int, int] | None]
     pairs: set[int]
     rank_of_slot: list[int]
     rank_of: list[int]
@@ -142,7 +119,7 @@ class BoundPlan:
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
-    moves: list[Move] = field(default_factory=list)
+    beside: bool = False
     _stages_of: dict[int, set[int]] | None = field(default=None, init=False)
     _giver_of: list[int] | None = field(default=None, init=False)
 
@@ -161,8 +138,9 @@ class BoundPlan:
         rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         bound = cls(
             codes=codes,
+            lists=[],
             rows=[],
-            positions=[],
+            places=[],
             pairs=set(),
             rank_of_slot=rank_of_slot or [NO_RANK] * (stages * microbatches),
             rank_of=[NO_RANK] * len(codes.kind),
@@ -173,13 +151,18 @@ class BoundPlan:
             by_rank = stages_by_placement(rank_of_slot, codes, len(rows))
         else:
             by_rank = stages_by_name(rows, codes)
+        moves: list[Action] = []
         try:
             for rank, row in enumerate(rows):
-                bound._bind_row(rank, row, by_rank[rank])
+                bound._bind_row(rank, row, by_rank[rank], moves)
         except _NotLaidOutError:
             actions = (item for row in rows for item in row if isinstance(item, Action))
             names = [action.kind for action in actions]
             return cls.bind(rows, stages, microbatches, place, after, [kind for kind in OPTIONAL if kind in names])
+        if moves:
+            codes.add(moves)
+        else:
+            bound.lists = bound.rows
         if not bound.names_ranks:
             listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
             bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
@@ -192,27 +175,30 @@ class BoundPlan:
             bound.faults.append(fault)
         return bound
 
+    def computes(self, code: int) -> bool:
+        """Whether a rank does nothing else during an action."""
+        return code < self.codes.first_move and not (self.beside and self.codes.collective[code])
+
     @property
-    def beside(self) -> bool:
-        """Whether the all-reduces run beside computing: then they are among the moves, and in no row."""
-        return any(move.reduces for move in self.moves)
+    def moves(self) -> list[Move]:
+        """What does not compute, rank by rank, in order."""
+        if self.lists is self.rows:
+            return []
+        listed = ((rank, code) for rank, row in enumerate(self.lists) for code in row if not self.computes(code))
+        return [Move(rank, code, self.codes.action(code)) for rank, code in listed]
 
     def with_reduces_beside(self) -> BoundPlan:
-        """Return the same plan with its all-reduces among the moves."""
-        codes, moves, rows = self.codes, list[tuple[int, int, bool, Move]](), list[list[int]]()
-        places = list[list[int] | None]()
-        for rank, row in enumerate(self.rows):
-            rows.append([code for code in row if not codes.collective[code]])
-            places.append([self.position(rank, at) for at, code in enumerate(row) if not codes.collective[code]])
-            passed = [0, *accumulate(not codes.collective[code] for code in row)]
-            for at, code in enumerate(row):
-                if codes.collective[code]:
-                    move = Move(rank, passed[at], self.position(rank, at), codes.action(code))
-                    moves.append((rank, at, True, move))
-            own = [move for move in self.moves if move.rank == rank]
-            moves += [(rank, move.before, False, move._replace(before=passed[move.before])) for move in own]
-        ordered = [move for *_, move in sorted(moves, key=lambda each: each[:3])]
-        return replace(self, rows=rows, positions=places, moves=ordered, walk=None)
+        """Return the same plan with its all-reduces in no row."""
+        if not self.reduces:
+            return self
+        rows = [[code for code in row if not self.codes.collective[code]] for row in self.rows]
+        places: list[dict[int, int] | None] = [self.placed(rank) for rank in range(len(rows))]
+        return replace(self, rows=rows, places=places, beside=True, walk=None)
+
+    def placed(self, rank: int) -> dict[int, int]:
+        """Return, by code, where it is in a rank's row as written."""
+        places = self.places[rank]
+        return {code: at for at, code in enumerate(self.lists[rank])} if places is None else dict(places)
 
     @property
     def replicas(self) -> dict[int, tuple[int, ...]]:
@@ -265,34 +251,30 @@ class BoundPlan:
         stages = self.codes.stages
         return self.rank_of_slot[microbatch * stages : (microbatch + 1) * stages]
 
-    def items(self, rank: int, moves: bool = True) -> tuple[Item, ...]:
-        """Return a rank's actions, bound to stages, pairs as pairs; with its moves, or without."""
-        actions = [self.codes.action(code) for code in self.rows[rank]]
-        waiting = [move for move in reversed(self.moves) if move.rank == rank and moves]
-        if not self.pairs and not waiting:
+    def items(self, rank: int) -> tuple[Item, ...]:
+        """Return a rank's actions, bound to stages, pairs as pairs."""
+        actions = [self.codes.action(code) for code in self.lists[rank]]
+        if not self.pairs:
             return tuple(actions)
-        items: list[Item] = []
-        listed = iter(enumerate(zip(self.rows[rank], actions, strict=True)))
-        for index, (code, action) in listed:
-            while waiting and waiting[-1].before <= index:
-                items.append(waiting.pop().action)
-            items.append(Pair(action, next(listed)[1][1]) if code in self.pairs else action)
-        return (*items, *(move.action for move in reversed(waiting)))
+        listed = iter(zip(self.lists[rank], actions, strict=True))
+        return tuple(Pair(action, next(listed)[1]) if code in self.pairs else action for code, action in listed)
+
+    def what(self, code: int) -> tuple[int, int]:
+        """Return what a move moves: the weights of a stage, `(-1, stage)`, or an activation, `(micro-batch, stage)`."""
+        return self.codes.microbatch[code], self.codes.stage[code]
 
     def awaited(self) -> dict[int, list[int]]:
-        """Return, by code, which of `moves` it waits for: its stage's gather, if it is the first use, and its load."""
+        """Return, by code, which moves it waits for: its stage's gather, if it is the first use, and its load."""
         found: dict[int, list[int]] = {}
-        for rank, row in enumerate(self.rows if self.moves else ()):
-            there: dict[tuple[int | None, int], int] = {}
-            waiting = [at for at in range(len(self.moves) - 1, -1, -1) if self.moves[at].rank == rank]
-            for index, code in enumerate(row):
-                while waiting and self.moves[waiting[-1]].before <= index:
-                    at = waiting.pop()
-                    if self.moves[at].action.traits.holds:
-                        there[self.moves[at].what] = at
-                stage = self.codes.stage[code]
-                whats = () if self.codes.collective[code] else ((None, stage), (self.codes.microbatch[code], stage))
-                if moves := [there.pop(what) for what in whats if what in there]:
+        for row in self.lists if self.lists is not self.rows else ():
+            there: dict[tuple[int, int], int] = {}
+            for code in row:
+                weights, activation = (-1, self.codes.stage[code]), self.what(code)
+                if self.codes.collective[code]:
+                    continue
+                if not self.computes(code):
+                    there |= {activation: code} if self.codes.traits(code).holds else {}
+                elif moves := [there.pop(each) for each in (weights, activation) if each in there]:
                     found[code] = moves
         return found
 
@@ -320,7 +302,7 @@ class BoundPlan:
         return [microbatch for microbatch, code in enumerate(listed) if self.rank_of[code] != NO_RANK]
 
     def versions(self, rank: int) -> list[dict[int, int]]:
-        """Return, for each of a rank's actions, the versions of its stage's weights in use after it.
+        """Return, for each of a rank's actions and moves, the versions of its stage's weights in use after it.
 
         By micro-batch in flight, the version that its forward used; under -1, the newest one. Version 0 is the first.
 
@@ -332,13 +314,13 @@ class BoundPlan:
         codes = self.codes
         used: dict[int, dict[int, int]] = {stage: {-1: 0} for stage in range(codes.stages)}
         found = []
-        for code in self.rows[rank]:
+        for code in self.lists[rank]:
             here, microbatch = used[codes.stage[code]], codes.microbatch[code]
             if codes.kind[code] == "U":
                 here[-1] += 1
             elif codes.forward[code]:
                 here[microbatch] = here[-1]
-            elif codes.releases[code]:
+            elif codes.releases[code] and self.computes(code):
                 here.pop(microbatch, None)
             found.append(dict(here))
         return found
@@ -351,16 +333,17 @@ class BoundPlan:
         sent away holds them no more from the action after that on, and again from the action after their load on; what
         an action releases then counts while it runs.
         """
-        holds, releases = self.codes.holds, self.codes.releases
-        changes = [holds[code] - releases[code] for code in self.rows[rank]]
-        moves = [move for move in self.moves if move.rank == rank and move.action.microbatch is not None]
-        if not moves:
-            return list(accumulate(changes))
-        before = [0] * (len(changes) + 1)
-        for move in moves:
-            before[move.before] += move.action.traits.in_flight
-        after = list(accumulate(map(add, changes, before)))
-        return [max(count, count - change) for count, change in zip(after, changes, strict=True)]
+        holds, releases, row = self.codes.holds, self.codes.releases, self.lists[rank]
+        changes = [holds[code] - releases[code] for code in row]
+        counts = list(accumulate(changes))
+        if row is self.rows[rank]:
+            return counts
+        carried = any(change for code, change in zip(row, changes, strict=True) if not self.computes(code))
+        return [
+            max(count, count - change * carried)
+            for code, count, change in zip(row, counts, changes, strict=True)
+            if self.computes(code)
+        ]
 
     def index_of(self, rank: int) -> dict[int, int]:
         """Return, by code, its index among a rank's codes."""
@@ -368,8 +351,8 @@ class BoundPlan:
 
     def position(self, rank: int, index: int) -> int:
         """Return where the rank's `index`-th code is in its row as written."""
-        positions = self.positions[rank]
-        return index if positions is None else positions[index]
+        places = self.places[rank]
+        return index if places is None else places[self.rows[rank][index]]
 
     def _bind_updates(self) -> None:
         """Let each `U` need the gradients of its whole group, and the update before it."""
@@ -392,14 +375,14 @@ class BoundPlan:
                     hint = "list updates only for stages that are on one rank"
                     self.faults.append(Fault("wrong-rank", rank, position, action, message, hint))
 
-    def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank) -> None:
+    def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank, moves: list[Action]) -> None:
         """Append the codes of one row; an item that cannot be bound becomes a fault."""
         table, laid_out, rank_of = self.codes.table, self.codes.per_microbatch, self.rank_of
         stages, microbatches = self.codes.stages, self.codes.microbatches
         endless = len(row) > endless_limit(stages, microbatches)
         listed: list[int] = []
         positions: list[int] = []
-        before = len(self.pairs)
+        before = len(self.pairs), len(moves)
         for position, item in enumerate(row):
             # The common case first, in as few steps as Python allows: an F, B, I or W of this size.
             if type(item) is Action and type(item.microbatch) is int:
@@ -423,43 +406,38 @@ class BoundPlan:
                         self.faults.append(Fault(kind, rank, position, item, message, hint))
                     continue
             if not endless:
-                self._bind_item(rank, position, item, stages_of_rank, listed, positions)
+                legal = self._bound(rank, position, item, stages_of_rank, moves)
+                listed += legal
+                positions += [position] * len(legal)
         if endless:
             self.faults.append(_endless(rank, row, stages, microbatches))
-        self.rows.append(listed)
-        regular = len(listed) == len(row) and len(self.pairs) == before
-        self.positions.append(None if regular else positions)
+        self.lists.append(listed)
+        self.rows.append(listed if len(moves) == before[1] else [code for code in listed if self.computes(code)])
+        regular = len(listed) == len(row) and (len(self.pairs), len(moves)) == before
+        self.places.append(None if regular else dict(zip(listed, positions, strict=True)))
 
-    def _bind_item(
-        self,
-        rank: int,
-        position: int,
-        item: object,
-        stages_of_rank: StagesOfRank,
-        listed: list[int],
-        positions: list[int],
-    ) -> None:
-        """Bind a pair, an `R`, a move, or an item that cannot be bound."""
-        if type(item) is Pair:
-            halves = [self._code(rank, position, half, stages_of_rank) for half in (item.forward, item.backward)]
-            legal = [code for code in halves if code is not None]
-            if len(legal) == 2:
-                self.pairs.add(legal[0])
-        else:
-            code = self._code(rank, position, item, stages_of_rank, len(listed))
-            legal = [] if code is None else [code]
-        listed.extend(legal)
-        positions.extend([position] * len(legal))
+    def _bound(
+        self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank, moves: list[Action]
+    ) -> list[int]:
+        """Return the codes of a pair, an `R`, or a move; none if it cannot be bound."""
+        halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
+        codes = [self._code(rank, position, half, stages_of_rank, moves) for half in halves]
+        legal = [code for code in codes if code is not None]
+        if len(legal) == 2:
+            self.pairs.add(legal[0])
+        return legal
 
-    def _code(self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank, index: int = 0) -> int | None:
-        """Return the code of one action and record its rank; record a move, and the fault of an illegal action."""
+    def _code(
+        self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank, moves: list[Action]
+    ) -> int | None:
+        """Return the code of one action and record its rank; record the fault of an illegal action."""
         if isinstance(item, Action) and item.kind in OPTIONAL and item.kind not in self.codes.per_microbatch:
             raise _NotLaidOutError
         found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
         if isinstance(found, Action):
-            if found.traits.channel:
-                self.moves.append(Move(rank, index, position, found))
-                return None
+            if not found.traits.computes:
+                moves.append(found)
+                return self.codes.first_move + len(moves) - 1
             found = self._entered(rank, position, found)
         if isinstance(found, int):
             return found

@@ -6,7 +6,8 @@ action that a plan may hold has a *code*, and every value that an action gives h
     codes     0 ... F ... n ... B ... 2n ... I ... 3n ... W ... 4n ... R ... 4n + S        n = M * S slots
     values    0 .. out .. n .. gin .. 2n .. gw .. 3n    and 3n itself, "always there": the batch, or the loss
 
-Optional kinds and their values are laid out only for plans that list them, after `W` and `gw`. `TRAITS` says which
+Optional kinds and their values are laid out only for plans that list them, after `W` and `gw`. A move may come several
+times, so each one that a plan lists has a code of its own, after all others. `TRAITS` says which
 kind needs and gives which values: at most two of them are needed. What a single action needs beside them is in a table
 of its own, which most plans leave empty. `R` is kept apart: it waits for ranks, not for values.
 Only this module knows these numbers. All others read the tables of `Codes`.
@@ -47,16 +48,18 @@ class Codes:
         values: the values of one slot that these kinds give or need, such as `out(m,s)`.
         table: the codes, by kind, micro-batch and stage: `table["B"][microbatch][stage]`. For all but `R`.
         of_kind: by kind, its codes: of micro-batch 0 and all stages, then of micro-batch 1. `R`: stage by stage.
+        first_move: the lowest code of a move: see `add`.
         kind: by code, the action's kind.
         stage: by code, its stage.
-        microbatch: by code, its micro-batch; -1 for `R`.
-        slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R`.
+        microbatch: by code, its micro-batch; -1 if it concerns all of them.
+        slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R` and moves.
         holds: by code, whether the rank holds an activation more after the action: `F`; but `C`, if the plan runs that
             forward again.
         forward: by code, whether the action is a forward.
         releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         collective: by code, whether it is an `R`, which all ranks of its group start together.
-        first_need: by code, a value that the action needs, or `always`. For all but `R`, as the three that follow.
+        first_need: by code, a value that the action needs, or `always`. For all but `R` and moves, as the three that
+            follow.
         second_need: by code, another one, or `always`.
         more_needs: by code, what an action needs beside these two: see `require`. Mostly empty.
         comes: by code, which of the two another stage gives, or `always`. No other value comes from another rank.
@@ -92,6 +95,7 @@ class Codes:
             self.of_kind[kind] = range(many * slots + at * stages, many * slots + (at + 1) * stages)
 
         self.kind = cast("Sequence[Kind]", "".join(kind * len(codes) for kind, codes in self.of_kind.items()))
+        self.first_move = len(self.kind)
         self.stage = list(range(stages)) * (len(self.kind) // stages)
         self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
         self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
@@ -127,6 +131,16 @@ class Codes:
             self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
             self.gives += by_slot(TRAITS[kind].gives[0], 0)
 
+    def add(self, moves: Sequence[Action]) -> None:
+        """Give each of some moves a code; what they wait for, and what waits for them, `BoundPlan` says."""
+        nothing = bytes(len(moves))
+        self.kind = [*self.kind, *(move.kind for move in moves)]
+        self.stage += [move.stage or 0 for move in moves]
+        self.microbatch += [-1 if move.microbatch is None else move.microbatch for move in moves]
+        self.holds += bytes(move.traits.in_flight > 0 for move in moves)
+        self.releases += bytes(move.traits.in_flight < 0 for move in moves)
+        self.forward, self.collective = self.forward + nothing, self.collective + nothing
+
     def require(self, code: int, value: int) -> None:
         """Let an action need one more value."""
         self.more_needs[code] = (*self.more_needs.get(code, ()), value)
@@ -159,7 +173,7 @@ class Codes:
 
     def action(self, code: int) -> Action:
         """Return the action with this code."""
-        return Action(self.kind[code], None if self.collective[code] else self.microbatch[code], self.stage[code])
+        return Action(self.kind[code], None if self.microbatch[code] < 0 else self.microbatch[code], self.stage[code])
 
     def traits(self, code: int) -> Traits:
         """Return what holds for every action of this code's kind."""
@@ -206,7 +220,7 @@ class Codes:
         return f"{self.values[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
-        """Return, by code, the times of each kind, given by stage or by slot; the times of `R` are given by stage."""
+        """Return, by code up to the first move, the times of each kind, given by stage or by slot; of `R`, by stage."""
         listed: list[float] = []
         for kind in self.kinds:
             listed += self.by_slot(times[kind]) if kind in PER_MICROBATCH else times[kind]
@@ -219,7 +233,7 @@ class Codes:
 
     def by_need(self, by_value: Sequence[float]) -> list[float]:
         """Return, by code, the number of the value that comes to it; the last, of `NOTHING`, is 0."""
-        return [*(by_value[value] for value in self.comes), *[0.0] * (len(self.kind) - len(self.comes) + 1)]
+        return [*(by_value[value] for value in self.comes), *[0.0] * (self.first_move - len(self.comes) + 1)]
 
     def by_slot(self, numbers: Sequence[float]) -> list[float]:
         """Return one number per slot, from one per stage or one per slot."""

@@ -216,71 +216,81 @@ class Network:
         return found
 
 
-def network_of(
-    bound: BoundPlan, pairs: Collection[int], moves: bool = True
-) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
+def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
     """Return a legal plan's jobs in its own order, and their network.
 
     A job is a rank and the code that it runs, or the two codes of a pair that share a slot, if its forward is among
     `pairs` and pairs can run so; an `R` is one on each rank of its group. It follows the one before it on its rank (an
-    `R`: on each rank of its group), then the givers of what it needs. What travels from another rank has the
-    code that needs it as its number.
-
-    Move `k` of the plan is a job too, with the code `k` after the last one, unless `moves` is false. It follows what
-    comes before it on its rank, on its channel, and of what it moves; an `R` beside computing, what comes before it on
-    all ranks of its stage. What needs it follows it; see `awaited`.
+    `R`: on each rank of its group), then the givers of what it needs, and the moves that it waits for. What travels
+    from another rank has the code that needs it as its number.
     """
     codes = bound.codes
     jobs: list[tuple[int, tuple[int, ...]]] = []
     follows: list[list[Link]] = []
     made: dict[int, int] = {}  # by value, the job that gives it
-    latest: dict[int, int] = {}  # by rank
+    latest: dict[int, int] = {}  # by rank, the last job that computes
     walk = traverse(bound, atomic_pairs=bool(pairs))
     if walk.stuck:
         walk, pairs = traverse(bound), ()
-    awaited = bound.awaited() if moves else {}
-    moved: dict[int, int] = {}  # by move, its job
-    ended: dict[tuple[int, object], int] = {}  # by rank, and by channel or what it moves: the last of its moves
-    together: dict[int, list[Link]] = {}  # by stage, what its all-reduce beside computing follows
-    waiting: list[list[int]] = [[] for _ in bound.rows]
-    for at in range(len(bound.moves) - 1, -1, -1) if moves else ():
-        waiting[bound.moves[at].rank].append(at)
-    passed = [0] * len(bound.rows)
+    awaited = bound.awaited()
+    coming = [iter(row) for row in bound.lists]
+    channels = _Channels(bound)
 
-    def issue(rank: int) -> None:
-        """Add the moves that a rank comes to before its next action."""
-        while waiting[rank] and bound.moves[waiting[rank][-1]].before <= passed[rank]:
-            at = waiting[rank].pop()
-            move = bound.moves[at]
-            keys = [(rank, key) for key in move.keys]
-            after = {latest[rank]} if rank in latest else set()
-            links = [(job, NOTHING) for job in sorted(after | {ended[key] for key in keys if key in ended})]
-            if move.reduces:  # one list for all ranks of the stage: they begin when the last one comes to it
-                together.setdefault(move.what[1], []).extend(links)
-                links = together[move.what[1]]
-            follows.append(links)
-            moved[at] = len(jobs)
-            ended.update(dict.fromkeys(keys, len(jobs)))
-            jobs.append((rank, (len(codes.kind) + at,)))
+    def move(rank: int, code: int) -> None:
+        follows.append(channels.follow(rank, code, latest.get(rank), len(jobs)))
+        jobs.append((rank, (code,)))
 
     for unit in units(walk.order, pairs):
         collective = codes.collective[unit[0]]
         ranks = bound.reduces[unit[0]] if collective else [bound.rank_of[unit[0]]]
         before = {rank: latest[rank] for rank in ranks if rank in latest}
         for rank in ranks:
-            issue(rank)
-            passed[rank] += len(unit)
+            for code in unit:
+                for earlier in iter(coming[rank].__next__, code):
+                    move(rank, earlier)
             after = [(before[each], NOTHING) for each in sorted(before, key=lambda each: each != rank)]
             for code in unit:
                 for value in codes.needs(code):
                     crosses = jobs[made[value]][0] != rank
                     after.append((made[value], code if crosses else NOTHING))
-                after += [(moved[at], NOTHING) for at in awaited.get(code, ())]
+                after += [(channels.job_of[each], NOTHING) for each in awaited.get(code, ())]
             latest[rank] = len(jobs)
             jobs.append((rank, tuple(unit)))
             follows.append(after)
         if not collective:
             made |= {value: latest[ranks[0]] for code in unit for value in codes.all_gives(code)}
-    for rank in range(len(bound.rows)):
-        issue(rank)
+    for rank, left in enumerate(coming):
+        for code in left:
+            move(rank, code)
     return jobs, Network(follows)
+
+
+class _Channels:
+    """What runs beside computing: each channel of a rank does one thing after the other.
+
+    A move follows what comes before it on its rank, on its channel, and of what it moves. An all-reduce begins when all
+    ranks of its stage have come to it, and the all-reduce before it is over on each.
+
+    Attributes:
+        job_of: by code of a move, its job.
+    """
+
+    def __init__(self, bound: BoundPlan) -> None:
+        self.bound = bound
+        self.job_of: dict[int, int] = {}
+        self._last: dict[tuple[int, object], int] = {}  # by rank, and by channel or what it moves
+        self._together: dict[int, list[Link]] = {}  # by code of an all-reduce, what it follows on all of its ranks
+
+    def follow(self, rank: int, code: int, issued: int | None, job: int) -> list[Link]:
+        """Enter the job of a code that does not compute; return what it follows."""
+        collective = self.bound.codes.collective[code]
+        keys = ["all-reduce"] if collective else [self.bound.codes.traits(code).channel, self.bound.what(code)]
+        before = {self._last[rank, key] for key in keys if (rank, key) in self._last}
+        before |= set() if issued is None else {issued}
+        links = [(each, NOTHING) for each in sorted(before)]
+        if collective:  # one list for all ranks
+            self._together.setdefault(code, []).extend(links)
+            links = self._together[code]
+        self._last.update({(rank, key): job for key in keys})
+        self.job_of[code] = job
+        return links

@@ -192,9 +192,9 @@ class Plan:
         bound = self.bound
         rows: list[tuple[Item, ...]] = []
         for rank, row in enumerate(self.written):
-            items = bound.items(rank, moves=not bound.faults)
+            items = bound.items(rank)
             if bound.faults:
-                places = dict.fromkeys(bound.position(rank, index) for index in range(len(bound.rows[rank])))
+                places = dict.fromkeys(bound.placed(rank).values())
                 mixed = list(row)
                 for position, item in zip(places, items, strict=True):
                     if isinstance(item, Pair) or not isinstance(row[position], Pair):  # else: half of a pair

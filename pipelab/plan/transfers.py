@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal, get_args
 
 from pipelab.errors import UsageError
@@ -214,8 +215,11 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
     steps: list[Step] = []
     moves = residence(bound, items, ACTIVE_STAGES, runtime.lookahead[rank], by_age=runtime.waits)
     if bound.moves:
-        moves = _own_moves(bound, rank, items)
+        items, moves = list(map(tuple, units(bound.lists[rank], bound.pairs))), repeat([])
     for item in items:
+        if not bound.computes(item[0]):  # PyTorch has no words for moves of a single micro-batch
+            steps += [(codes.kind[item[0]], (codes.stage[item[0]],))] if codes.microbatch[item[0]] < 0 else []
+            continue
         steps += next(moves)
         steps.append(("run", item))
         for code in item:
@@ -242,18 +246,6 @@ def residence(
         aged = [each for each in aged if each not in gone] + fresh
         yield [*(("RESHARD", (stage,)) for stage in gone), *(("UNSHARD", (stage,)) for stage in fresh)]
     yield [("RESHARD", (stage,)) for stage in (aged if by_age else active)]
-
-
-def _own_moves(bound: BoundPlan, rank: int, items: Sequence[tuple[int, ...]]) -> Iterator[list[Step]]:
-    """Yield the gathers and frees that a plan itself has before each of a rank's items, and those after the last one.
-
-    PyTorch has no words for other moves.
-    """
-    moves = [move for move in bound.moves if move.rank == rank and move.action.microbatch is None]
-    done = 0
-    for item in (*items, None):
-        yield [(move.action.kind, (move.what[1],)) for move in moves if done == move.before]
-        done += len(item or ())
 
 
 def lookaheads(given: Lookahead, ranks: int, most: int = ACTIVE_STAGES) -> Sequence[int]:

@@ -216,9 +216,8 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
             lasts[code] = float(f"{end - start:.9g}")
             if code in bound.pairs and starts[index + 1] == start and end > start:
                 paired[code] = lasts[code]
-    for move in trace.moves if bound.beside else ():
-        if not move.action.traits.channel:
-            lasts[bound.codes.code(move.action)] = float(f"{move.end - move.start:.9g}")
+    for move, event in zip(bound.moves, trace.moves, strict=False):
+        lasts[move.code] = float(f"{event.duration:.9g}")
     delays = [0.0] * (bound.codes.always + 1)
     if trace.source == "simulated":
         for each in trace.transfers:

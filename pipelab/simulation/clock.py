@@ -113,10 +113,7 @@ def simulate(
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
         delay=delay.__getitem__ if any(delay) else None,
-        moves=[
-            Event(move.rank, move.action, begun[at], ended[at])
-            for at, move in enumerate(bound.moves, len(bound.codes.kind))
-        ],
+        moves=[Event(move.rank, move.action, begun[move.code], ended[move.code]) for move in bound.moves],
         costs=partial(cost.table, plan),
         note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
     )

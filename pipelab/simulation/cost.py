@@ -387,12 +387,12 @@ class Cost:
         return outputs, gradients
 
     def lengths(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """Return how long each action takes, by code, then each move; and how long each value travels."""
-        codes, moves = plan.bound.codes, plan.bound.moves
-        times = {"": [0.0] * plan.stages} | {
-            name: self._each(name, plan, self._share(plan)) for name in ("all_reduce", *_MOVES) if moves
-        }
-        moved = [times[move.action.traits.cost][move.what[1]] for move in moves]
+        """Return how long each action and each move takes, by code; and how long each value travels."""
+        codes = plan.bound.codes
+        moves = range(codes.first_move, len(codes.kind))
+        times = {name: self._each(name, plan, self._share(plan)) for name in _MOVES if moves}
+        times[""] = [0.0] * plan.stages
+        moved = [times[codes.traits(code).cost][codes.stage[code]] for code in moves]
         return codes.by_code(self.times(plan)) + moved, codes.by_value(*self.transfer_times(plan))
 
     def table(self, plan: Plan) -> dict[str, list[float]]:

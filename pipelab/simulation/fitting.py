@@ -82,6 +82,7 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
             found[name] = [times.get((kind, stage), 0.0) for stage in stages]
     nothing: dict[str, Any] = {"forward": 0, "backward": 0}
     as_run = {"first_stage": "as-run"} if measured else {}
+    as_run |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
     return {**nothing, **found, **as_run, **_travel(moved, first, middle), "unit": first.unit}
 
 
@@ -98,9 +99,9 @@ def spread(traces: Sequence[Trace], cost: Cost) -> tuple[float, ...]:
     """Return by which share each step took longer than its order takes with these costs, ascending."""
     longer = []
     for trace in traces:
-        bound, where = trace.plan.bound, replay.listed(trace)
-        codes = [bound.rows[rank][index] for rank, index in where.values()]
-        order = replay.Order(trace, {code: number for number, code in enumerate(where)})
+        bound, ran = trace.plan.bound, replay.listed(trace)
+        codes = [each.code for each in ran.values()]
+        order = replay.Order(trace, {name: number for number, name in enumerate(ran)})
         lasts, delays = cost.lengths(trace.plan)
         lags = bound.codes.by_need(delays)
         times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), lags)

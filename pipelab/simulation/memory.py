@@ -62,7 +62,7 @@ class Curve(Sequence[Held]):
         self._gradients, self._activations, self._outputs = (array("q", [0]) for _ in range(3))
 
     def append(self, time: float, code: int, gradients: int, activations: int, outputs: int, weights: int) -> None:
-        """Add what is held after a change, by an action or, with a code after the last one, by a move."""
+        """Add what is held after a change, by an action or a move."""
         self._times.append(time)
         self._by.append(code)
         self._gradients.append(gradients)
@@ -88,12 +88,8 @@ class Curve(Sequence[Held]):
     def __getitem__(self, at: int | slice) -> Held | tuple[Held, ...]:
         if isinstance(at, slice):
             return tuple(self[index] for index in range(*at.indices(len(self))))
-        code, codes = self._by[at], self._bound.codes
-        action = None
-        if code >= len(codes.kind):
-            action = self._bound.moves[code - len(codes.kind)].action
-        elif code >= 0:
-            action = codes.action(code)
+        code = self._by[at]
+        action = None if code < 0 else self._bound.codes.action(code)
         held = self._gradients[at], self._optimizer, self._activations[at], self._outputs[at]
         return Held(self._times[at], action, self._weights[at], *held)
 
@@ -188,17 +184,12 @@ def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], si
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
     giver = bound.codes.code
-    waiting = [at for at in range(len(trace.moves) - 1, -1, -1) if trace.moves[at].rank == rank]
     found = [(each.end, giver(each.giver), (0, -size, 0, 0)) for each in sent]  # time, code, gradients … weights
-    rows = zip(bound.rows[rank], trace.starts[rank], trace.ends[rank], memory.changes(bound, rank), strict=True)
-    for index, (code, start, end, change) in enumerate(rows):
-        while waiting and bound.moves[waiting[-1]].before <= index:
-            found.append(_moved(trace, waiting.pop(), memory))
+    for (code, start, end), change in zip(trace.ran(rank), memory.changes(bound, rank), strict=True):
         found += [
             (start, code, (change.gradients, change.activations, change.outputs, change.weights)),
             (end, code, (-change.dropped, -change.freed, 0, -change.forgotten)),
         ]
-    found += (_moved(trace, at, memory) for at in reversed(waiting))
     found += [(each.start - each.queued, giver(each.giver), (0, size, 0, 0)) for each in sent]
     weights, optimizer = memory.always(bound, rank)
     curve, held = Curve(bound, trace.start, weights, optimizer), [0, 0, 0, weights]
@@ -207,14 +198,6 @@ def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], si
             held = [now + added for now, added in zip(held, more, strict=True)]
             curve.append(time, code, *held)
     return curve
-
-
-def _moved(trace: Trace, at: int, memory: Memory) -> tuple[float, int, tuple[int, int, int, int]]:
-    """Return when a move changes what its rank holds, its code, and the change: a gather takes room from its start."""
-    event, codes = trace.moves[at], trace.plan.bound.codes
-    more = memory.moved(event.action, codes.stages)
-    change = (0, 0, 0, more) if event.action.microbatch is None else (0, more, 0, 0)
-    return event.start if more > 0 else event.end, len(codes.kind) + at, change
 
 
 def _total(held: Held) -> int:

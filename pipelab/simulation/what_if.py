@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
@@ -83,9 +82,10 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < trace.ranks:
         raise UsageError(f"rank={shorten(rank)}: the trace has ranks 0 to {trace.ranks - 1}")
-    where = listed(trace)
-    order = Order(trace, {code: number for number, code in enumerate(where)})
-    kinds, stages, holders = _actions(trace, where)
+    actions = listed(trace)
+    order = Order(trace, {name: number for number, name in enumerate(actions)})
+    kinds, _, stages, *_ = zip(*actions, strict=True)
+    holders = [each.rank for each in actions.values()]
     times = order.times
     # A value that was there before the rank was idle waited for it: it travelled as long as others do.
     seen = [times.lags[travel] for travel, idle in order.travels.items() if idle or trace.source == "simulated"]
@@ -121,10 +121,3 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
                         new.durations[action], new.lates[action] = time / len(slot), 0.0
     name = f"{trace.name} without rank {rank}'s delay"
     return WhatIf(rank, delay, trace, order.again(times, name), order.again(noisy, name))
-
-
-def _actions(trace: Trace, where: Mapping[int, tuple[int, int]]) -> tuple[list[str], list[int], list[int]]:
-    bound = trace.plan.bound
-    codes = [(bound.rows[rank][index], rank) for rank, index in where.values()]
-    kind, stage = bound.codes.kind, bound.codes.stage
-    return [kind[code] for code, _ in codes], [stage[code] for code, _ in codes], [rank for _, rank in codes]

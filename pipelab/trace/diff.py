@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pipelab.display import show
 from pipelab.errors import UsageError
-from pipelab.plan.actions import Action
+from pipelab.plan.actions import KINDS, TRAITS, Action
 from pipelab.plan.fault import shorten
 from pipelab.trace.events import MICROSECONDS, Transfer
-from pipelab.trace.replay import Order, Path, Times, listed, not_replayed, passed
+from pipelab.trace.replay import Order, Path, Ran, Times, listed, passed
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class Diff(Sequence[Change]):
       counts for as long as its action is on the critical path.
     - `transfers`: values travel longer, or wait longer behind others; counted for the action that needs them.
     - `late starts`: actions begin later after their rank and all that they need are there.
-    - `moves`: the same of actions that wait for weights to be gathered, or for an activation to be loaded.
+    - `moves`: what runs beside computing takes longer, or begins later: gathers, offloads, loads, all-reduces.
     - `order`: other actions are on the critical path, because an action follows another one on its rank, or is on
-      another rank. pipelab exchanges the orders, and takes the mean with both traces' times; the other parts are then
-      means of both orders.
+      another rank, or a move is in one plan only. pipelab exchanges the orders, and takes the mean with both traces'
+      times; the other parts are then means of both orders.
 
     Exchanging the traces changes only the signs of the parts. Where several chains of actions are equally long, one of
     them counts.
@@ -195,8 +195,7 @@ def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Dif
 
     Raises:
         TypeError: if one of them is not a trace.
-        UsageError: if their actions or their units differ, if all-reduces run beside computing in one of them, or the
-            number of names is not two.
+        UsageError: if their actions or their units differ, or the number of names is not two.
     """
     for each in (before, after):
         if not isinstance(each, Trace):
@@ -219,17 +218,14 @@ def why_not(before: Trace, after: Trace) -> str:
     if before.unit != after.unit:
         units = " and ".join(shorten(each.unit) if each.unit else "no name" for each in (before, after))
         return f"they have different units of time ({units}); simulate with the times of the other, and its unit"
-    if refusal := not_replayed(before) or not_replayed(after):
-        return refusal
-    mine, theirs = (listed(each) for each in (before, after))
+    mine, theirs = ({name[:4] for name in listed(each) if TRAITS[name[0]].computes} for each in (before, after))
     if (before.plan.stages, before.plan.microbatches) == (after.plan.stages, after.plan.microbatches):
-        lacking = sorted(mine.keys() ^ theirs.keys())
+        lacking = sorted(mine ^ theirs, key=lambda name: (name[3], KINDS.index(name[0]), name))
         if not lacking:
             return ""
-        rank, code = divmod(lacking[0], len(before.plan.bound.codes.kind))
-        place = f" on rank {rank - 1}" if rank else ""
+        place = f" on rank {lacking[0][3]}" if lacking[0][3] >= 0 else ""
         only = "first" if lacking[0] in mine else "second"
-        what = f"{len(lacking)} differ, such as {before.plan.bound.codes.action(code)}{place}, only in the {only}"
+        what = f"{len(lacking)} differ, such as {_action(lacking[0])}{place}, only in the {only}"
     else:
         what = " and ".join(
             f"{each.stages} stages x {each.microbatches} micro-batches" for each in (before.plan, after.plan)
@@ -263,45 +259,58 @@ def in_unit_of(trace: Trace, other: Trace) -> Trace:
     return Trace(trace.plan, starts, ends, other.unit, trace.source, None, transfers, moves, name=trace.name, note=note)
 
 
-class _Effects:
-    """What each action adds to the makespan, by part."""
+def _action(name: Sequence[Any]) -> Action:
+    kind, microbatch, stage, *_ = name
+    return Action(kind, None if microbatch < 0 else microbatch, stage)
 
-    def __init__(self, number: Mapping[int, int], waiting: Collection[int]) -> None:
-        self.number, self.waiting = number, waiting
-        self.by_part: dict[Part, list[float]] = {part: [0.0] * len(number) for part in PARTS}
+
+class _Effects:
+    """What each action adds to the makespan, by part; `beside` are the numbers of those that do not compute."""
+
+    def __init__(self, size: int, beside: Collection[int]) -> None:
+        self.beside = beside
+        self.by_part: dict[Part, list[float]] = {part: [0.0] * size for part in PARTS}
 
     def add_order(self, path: Path, times: Times, weight: float) -> None:
         """Add what a path's actions take, all of it because of the order."""
         order = self.by_part["order"]
         for action in path.actions:
             order[action] += weight * (times.durations[action] + times.lates[action])
-        for travel in path.travels:
-            order[self.number[travel]] += weight * times.lags[travel]
+        for travel, action in path.travels:
+            order[action] += weight * times.lags[travel]
 
     def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
         durations, transfers, late_starts, _, moves = self.by_part.values()
         for action in path.actions:
-            durations[action] += weight * (after.durations[action] - before.durations[action])
-            lates = moves if action in self.waiting else late_starts
-            lates[action] += weight * (after.lates[action] - before.lates[action])
-        for travel in path.travels:
-            transfers[self.number[travel]] += weight * (after.lags[travel] - before.lags[travel])
+            beside = action in self.beside
+            longer, later = (moves, moves) if beside else (durations, late_starts)
+            longer[action] += weight * (after.durations[action] - before.durations[action])
+            later[action] += weight * (after.lates[action] - before.lates[action])
+        for travel, action in path.travels:
+            transfers[action] += weight * (after.lags[travel] - before.lags[travel])
+
+
+def _seen(trace: Trace, ran: Ran) -> tuple[float, float, int]:
+    """Return when an action started, from its trace's start, how long it took, and its rank."""
+    return ran.start - trace.start, ran.end - ran.start, ran.rank
 
 
 def _changes(before: Trace, after: Trace) -> list[Change]:
     """Return what became of each action, the largest effect first."""
     first, second = listed(before), listed(after)
-    number = {key: at for at, key in enumerate(second)}
+    number = {name: at for at, name in enumerate(second | first)}
     orders = [Order(each, number) for each in (before, after)]
     old, new = (each.times for each in orders)
-    # A value that travels in one order only travels as long with the times of the other trace: the order is to blame.
-    for travel in orders[0].travels.keys() ^ orders[1].travels.keys():
-        old.lags[travel] = new.lags[travel] = old.lags[travel] + new.lags[travel]
-    awaited = before.plan.bound.awaited() | after.plan.bound.awaited()
-    codes = after.plan.bound.codes
-    waiting = {at for key, at in number.items() if key % len(codes.kind) in awaited}
-    effects = _Effects(number, waiting)
+    # What is in one order only, a move or a transfer, takes as long in the other trace: the order is to blame.
+    alone = [(number[name], old.durations, new.durations) for name in first.keys() ^ second.keys()]
+    alone += [(at, old.lates, new.lates) for at, *_ in alone]
+    alone += [(travel, old.lags, new.lags) for travel in orders[0].travels.keys() ^ orders[1].travels.keys()]
+    for at, mine, theirs in alone:
+        mine[at] = theirs[at] = mine[at] + theirs[at]
+    plans = (before.plan.bound, first), (after.plan.bound, second)
+    beside = {number[name] for bound, ran in plans for name, each in ran.items() if not bound.computes(each.code)}
+    effects = _Effects(len(number), beside)
     if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
         orders.pop()
     for order in orders:
@@ -312,14 +321,11 @@ def _changes(before: Trace, after: Trace) -> list[Change]:
             for order, sign in zip(orders, (-1, 1), strict=True):
                 effects.add_order(order.path(times), times, sign / 2)
     changes: list[Change] = []
-    for key, at in number.items():
-        (rank, index), (moved_from, place) = second[key], first[key]
-        start, end = before.starts[moved_from][place], before.ends[moved_from][place]
-        shift = (after.starts[rank][index] - after.start) - (start - before.start)
-        change = after.ends[rank][index] - after.starts[rank][index] - (end - start)
+    for name, at in number.items():
+        begun, took, rank = _seen(after, second[name]) if name in second else _seen(before, first[name])
+        start, duration, moved_from = _seen(before, first[name]) if name in first else (begun, took, rank)
         parts = {part: values[at] for part, values in effects.by_part.items() if values[at]}
-        action = codes.action(key % len(codes.kind))
-        changes.append(Change(action, rank, moved_from, start - before.start, shift, end - start, change, parts))
+        changes.append(Change(_action(name), rank, moved_from, start, begun - start, duration, took - duration, parts))
     whole = max(before.makespan, after.makespan, 1e-300)
 
     def size(value: float) -> float:

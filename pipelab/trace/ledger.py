@@ -80,13 +80,13 @@ def idle_times(trace: Trace) -> tuple[Idle, ...]:
 
 def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
     """Yield the idle times of one rank."""
-    action = trace.plan.bound.codes.action
+    action, computes = trace.plan.bound.codes.action, trace.plan.bound.computes
     row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
     free = trace.start
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if start > free:
             begun, every = free, found.needs(rank, index)
-            needs = [need for need in every if need.giver < len(trace.plan.bound.codes.kind)]
+            needs = [need for need in every if computes(need.giver)]
             moves = [need for need in every if need not in needs]
             reduces = trace.plan.bound.codes.collective[row[index]]
             parts: list[tuple[Reason, float]]
@@ -107,11 +107,11 @@ def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
                 if (until := min(until, start)) > free:
                     causes = {"channel": moves, "fill": every}.get(reason, needs)
                     last = max(causes, key=lambda need: need.there, default=None)
-                    giver = found.action(last.giver) if last is not None and last.there > begun else None
+                    giver = action(last.giver) if last is not None and last.there > begun else None
                     yield Idle(rank, free, until, reason, action(row[index]), giver)
                     free = until
         free = max(free, end)
-    for reduce in [move for move in trace.moves if move.rank == rank and not move.action.traits.channel][-1:]:
+    for reduce in [move for move in trace.moves if move.rank == rank and move.action.traits.computes][-1:]:
         if reduce.end > free:
             yield Idle(rank, free, reduce.end, "all-reduce", reduce.action)
             free = reduce.end

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import fsum
+from typing import NamedTuple
 
-from pipelab.errors import UsageError
+from pipelab.plan.actions import Kind
 from pipelab.plan.order import NOTHING, network_of
+from pipelab.trace.events import Event
 from pipelab.trace.trace import Trace
 from pipelab.trace.waits import half
 
@@ -22,26 +25,36 @@ _WORK = 2_000_000
 """How many actions are replayed, roughly, to follow the critical path from some times to others."""
 
 
-def listed(trace: Trace) -> dict[int, tuple[int, int]]:
-    """Return where each action is, its rank and its index there: by its code; an all-reduce is one on each rank.
+class Ran(NamedTuple):
+    """An action of a trace: the rank that ran it, its code in the trace's plan, and its times."""
+
+    rank: int
+    code: int
+    start: float
+    end: float
+
+
+Name = tuple[Kind, int, int, int, int]
+"""An action in any trace: kind, micro-batch, stage; of what several ranks may run, the rank; which one of several."""
+
+
+def listed(trace: Trace) -> dict[Name, Ran]:
+    """Return all actions of a trace, each all-reduce once for each of its ranks, and each move.
 
     Example:
         >>> import pipelab
-        >>> list(listed(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))).values())
-        [(0, 0), (0, 1), (1, 0), (1, 1)]
+        >>> list(listed(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))).values())[0]
+        Ran(rank=0, code=0, start=0.0, end=1.0)
     """
-    collective = trace.plan.bound.codes.collective
-    return {
-        code + (rank + 1) * len(collective) if collective[code] else code: (rank, index)
-        for rank, row in enumerate(trace.plan.bound.rows)
-        for index, code in enumerate(row)
-    }
-
-
-def not_replayed(trace: Trace) -> str:
-    """Return why a trace cannot be replayed; empty if it can."""
-    beside = trace.plan.bound.beside
-    return f"{trace.name} has all-reduces beside computing, and pipelab replays only what is in a row" if beside else ""
+    bound, codes = trace.plan.bound, trace.plan.bound.codes
+    found: dict[Name, Ran] = {}
+    for rank in range(trace.ranks):
+        for code, start, end in trace.ran(rank):
+            alone = bound.computes(code) and not codes.collective[code]
+            about = codes.kind[code], codes.microbatch[code], codes.stage[code], -1 if alone else rank
+            often = next(often for often in count() if (*about, often) not in found)
+            found[(*about, often)] = Ran(rank, code, start, end)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +78,39 @@ class Order:
     Attributes:
         turns: the numbers of the actions in each turn: one, or two that overlap. A turn comes after those it follows.
         network: what each turn follows, and what travels between them.
+        number_of: by code of an action to which a value travels, its number.
         times: the trace's own times.
         travels: for each action to which a value travels, by code, whether its rank was idle when it was given.
     """
 
-    def __init__(self, trace: Trace, number: Mapping[int, int]) -> None:
-        bound, codes, where = trace.plan.bound, trace.plan.bound.codes, listed(trace)
-        if refusal := not_replayed(trace):
-            raise UsageError(refusal)
+    def __init__(self, trace: Trace, number: Mapping[Name, int]) -> None:
+        bound, codes = trace.plan.bound, trace.plan.bound.codes
         rows = enumerate(bound.rows if bound.pairs else ())
         shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
-        jobs, self.network = network_of(bound, shared, moves=False)
+        jobs, self.network = network_of(bound, shared)
+        ran = {(each.rank, each.code): (number[name], each) for name, each in listed(trace).items()}
+        self.number_of = {code: at for (_, code), (at, _) in ran.items()}
         self.turns: list[tuple[int, ...]] = []
         self.times = Times([0.0] * len(number), [0.0] * len(number), codes.by_need([0.0] * (codes.always + 1)))
         self.travels: dict[int, bool] = {}
-        self._trace = trace
-        self._places: list[list[tuple[int, int]]] = []  # by turn, the rank and index of each of its actions
+        self._trace, self._jobs = trace, jobs
         self._spans: list[tuple[float, float]] = []
         self._turn_of = {code: turn for turn, (_, slot) in enumerate(jobs) for code in slot}
         arrivals = {(codes.code(each.giver), codes.code(each.needer)): each.end for each in trace.transfers}
+        free = [trace.start] * trace.ranks
         for (rank, slot), before in zip(jobs, self.network.follows, strict=True):
-            keys = [code + (rank + 1) * len(codes.kind) if codes.collective[code] else code for code in slot]
-            index = where[keys[0]][1]
-            start, end = trace.starts[rank][index], trace.ends[rank][index]
-            free = trace.ends[rank][index - 1] if index else trace.start
+            numbers = tuple(ran[rank, code][0] for code in slot)
+            _, _, start, end = ran[rank, slot[0]][1]
             for turn, what in before:
                 if what != NOTHING:
                     ended = trace.start + self._spans[turn][1]
                     arrived = arrivals.get((bound.giver_of[codes.comes[what]], what), ended)
-                    self.times.lags[what], self.travels[what] = arrived - ended, ended >= free
-            for key in keys:
-                self.times.durations[number[key]] = (end - start) / len(keys)
-            self.turns.append(tuple(number[key] for key in keys))
-            self._places.append([where[key] for key in keys])
+                    self.times.lags[what], self.travels[what] = arrived - ended, ended >= free[rank]
+            for action in numbers:
+                self.times.durations[action] = (end - start) / len(numbers)
+            self.turns.append(numbers)
             self._spans.append((start - trace.start, end - trace.start))
+            free[rank] = end if bound.computes(slot[0]) else free[rank]
         self.be_late()
 
     def be_late(self) -> None:
@@ -110,23 +122,26 @@ class Order:
 
     def again(self, times: Times, name: str) -> Trace:
         """Return the trace with other times of its actions and values."""
-        trace, codes = self._trace, self._trace.plan.bound.codes
+        trace, bound, codes = self._trace, self._trace.plan.bound, self._trace.plan.bound.codes
         lasts = self._lasts(times)
         ended = [
             trace.start + start + last
             for start, last in zip(self.network.starts(lasts, times.lags), lasts, strict=True)
         ]
-        starts, ends = ([[0.0] * len(row) for row in trace.starts] for _ in range(2))
-        for turn, places, end in zip(self.turns, self._places, ended, strict=True):
-            for rank, index in places:
-                starts[rank][index] = end - sum(times.durations[action] for action in turn)
-                ends[rank][index] = end
-        moved = []
+        spans: dict[tuple[int, int], tuple[float, float]] = {}
+        for turn, (rank, slot), end in zip(self.turns, self._jobs, ended, strict=True):
+            span = end - sum(times.durations[action] for action in turn), end
+            spans |= {(rank, code): span for code in slot}
+        starts, ends = (
+            [[spans[rank, code][side] for code in row] for rank, row in enumerate(bound.rows)] for side in (0, 1)
+        )
+        transfers = []
         for sent in trace.transfers:
             left = ended[self._turn_of[codes.code(sent.giver)]]
             end = left + times.lags[codes.code(sent.needer)]
-            moved.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
-        return Trace(trace.plan, starts, ends, trace.unit, transfers=moved, name=name)
+            transfers.append(replace(sent, start=left, end=end, queued=0.0, behind=None))
+        moves = [Event(move.rank, move.action, *spans[move.rank, move.code]) for move in bound.moves if trace.moves]
+        return Trace(trace.plan, starts, ends, trace.unit, transfers=transfers, moves=moves, name=name)
 
     def path(self, times: Times) -> Path:
         """Replay the order with other times; return its critical path."""
@@ -134,7 +149,7 @@ class Order:
         chain = self.network.path(lasts, times.lags)
         length = fsum(time for turn, what in chain for time in (lasts[turn], times.lags[what]))
         actions = [action for turn, _ in chain for action in self.turns[turn]]
-        return Path(length, actions, [what for _, what in chain if what != NOTHING])
+        return Path(length, actions, [(what, self.number_of[what]) for _, what in chain if what != NOTHING])
 
     def _lasts(self, times: Times) -> list[float]:
         """Return how long each turn takes, its late start included."""
@@ -143,16 +158,16 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A critical path: how long it is, its actions, and what travels between them."""
+    """A critical path: how long it is, its actions, and to which of them, by code and number, a value travels."""
 
     length: float
     actions: list[int]
-    travels: list[int]
+    travels: list[tuple[int, int]]
 
     def taking(self, times: Times) -> float:
         """Return how long the path is with other times."""
         durations, lates = ([each[action] for action in self.actions] for each in (times.durations, times.lates))
-        return fsum([*durations, *lates, *(times.lags[travel] for travel in self.travels)])
+        return fsum([*durations, *lates, *(times.lags[travel] for travel, _ in self.travels)])
 
 
 def passed(order: Order, old: Times, new: Times) -> Iterator[tuple[Path, float]]:

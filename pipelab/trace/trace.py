@@ -6,7 +6,7 @@ A simulated and a measured trace are the same type, so drawing, measuring and gr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -106,6 +106,16 @@ class Trace:
     def events_of(self, rank: int) -> tuple[Event, ...]:
         """Return one rank's events, in order."""
         return tuple(event for event in self.events if event.rank == rank)
+
+    def ran(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """Yield what a rank lists as codes, each with its start and end; a move that was not measured takes no time."""
+        bound, free = self.plan.bound, self.start
+        computed = iter(zip(self.starts[rank], self.ends[rank], strict=True))
+        moved = ((event.start, event.end) for event in self.moves if event.rank == rank)
+        for code in bound.lists[rank]:
+            start, end = next(computed) if bound.computes(code) else next(moved, (free, free))
+            free = end if bound.computes(code) else free
+            yield code, start, end
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -214,19 +224,15 @@ class Trace:
         counts as none: `memory_use` counts its bytes. The full backward releases it, or the weight gradient if the
         backward is split. One that is sent away counts until it has left, and from when it begins to come back.
         """
-        if any(move.action.microbatch is not None for move in self.moves):
+        if any(move.action.traits.in_flight for move in self.moves):
             return tuple(map(self._peak_by_time, range(self.ranks)))
         return tuple(max([0, *self.plan.bound.in_flight(rank)]) for rank in range(self.ranks))
 
     def _peak_by_time(self, rank: int) -> int:
         """Return the most activations that a rank holds, with those that it sends away, by the times of the trace."""
-        codes, row = self.plan.bound.codes, self.plan.bound.rows[rank]
-        changes = [(end, -1) for code, end in zip(row, self.ends[rank], strict=True) if codes.releases[code]]
-        changes += [(start, 1) for code, start in zip(row, self.starts[rank], strict=True) if codes.holds[code]]
-        for move in self.moves:
-            if move.rank == rank and move.action.microbatch is not None:
-                more = move.action.traits.in_flight
-                changes.append((move.start if more > 0 else move.end, more))
+        codes, ran = self.plan.bound.codes, list(self.ran(rank))
+        changes = [(end, -1) for code, _, end in ran if codes.releases[code]]
+        changes += [(start, 1) for code, start, _ in ran if codes.holds[code]]
         return max(accumulate(more for _, more in sorted(changes)), default=0)
 
     @cached_property

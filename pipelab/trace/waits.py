@@ -8,7 +8,6 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import network_of
 from pipelab.trace.events import Event, Transfer
@@ -105,7 +104,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     while code is not None and code not in passed:
         passed.add(code)
         if code not in where:
-            path.append(found.move(code))
+            path.append(found.moved[code])
             code = found.before_move(code)
             continue
         rank, index = where[code]
@@ -116,27 +115,18 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
 
 
 class Waits:
-    """What the actions of a trace waited for, computed when asked for.
-
-    Move `k` of the plan, such as a gather, has the code `k` after the last one, as in `network_of`.
-    """
+    """What the actions of a trace waited for, computed when asked for."""
 
     def __init__(self, trace: Trace) -> None:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
-        self.ended = _ended(self.bound, trace.ends)
-        self.ended |= {at: move.end for at, move in enumerate(trace.moves, len(self.bound.codes.kind))}
+        self.moved: dict[int, Event] = {}  # of an all-reduce beside computing, the one that ends last
+        for move, event in zip(self.bound.moves, trace.moves, strict=False):
+            self.moved[move.code] = max(self.moved.get(move.code, event), event, key=attrgetter("end"))
+        self.ended = _ended(self.bound, trace.ends) | {code: event.end for code, event in self.moved.items()}
         self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.recorded}
         self.slack = 1e-9 * trace.makespan
         self.awaited = self.bound.awaited() if trace.moves else {}
-
-    def action(self, code: int) -> Action:
-        """Return the action or move with this code."""
-        return self.bound.codes.action(code) if code < len(self.bound.codes.kind) else self.move(code).action
-
-    def move(self, code: int) -> Event:
-        """Return the move with this code, and its times."""
-        return self.trace.moves[code - len(self.bound.codes.kind)]
 
     def before_move(self, code: int) -> int | None:
         """Return what a move waited for longest, of what it follows in `network_of`."""
@@ -179,8 +169,7 @@ class Waits:
     def _arrivals(self, code: int) -> list[Wait]:
         """Return when each value that an action needs arrived; for an `R`, when each rank of its group was free."""
         if not self.bound.codes.collective[code]:
-            came = ((len(self.bound.codes.kind) + at, self.trace.moves[at].end) for at in self.awaited.get(code, ()))
-            moved = [Wait(move, end, end) for move, end in came]
+            moved = [Wait(move, self.ended[move], self.ended[move]) for move in self.awaited.get(code, ())]
             return [self.arrival(value, giver, code) for value, giver in self.bound.inputs(code)] + moved
         rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)

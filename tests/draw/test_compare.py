@@ -66,10 +66,6 @@ def test_traces_of_other_actions_are_not_compared_and_say_why(pair):
     assert "notes" in compared
     (units,) = Reader(page.comparison_page(pipelab.compare(first, pair[1]))).data["diffs"]
     assert "units" in units["refusal"]
-    cost = pipelab.Cost(all_reduce=3, all_reduce_runs="beside")
-    both = [pipelab.simulate(kind(2, 4), cost, replicas=2) for kind in (pipelab.GPipe, pipelab.OneFOneB)]
-    (beside,) = Reader(page.comparison_page(pipelab.compare(*both))).data["diffs"]
-    assert "beside computing" in beside["refusal"]
 
 
 @pytest.mark.parametrize("vision", ["full", "no red", "no green", "no blue"])

@@ -101,6 +101,15 @@ def test_without_noise_both_answers_are_the_same():
     assert "noise" not in str(found)
 
 
+def test_a_ranks_slow_gathers_are_a_delay_and_its_waiting_for_them_is_none():
+    plan = pipelab.with_gathers(pipelab.OneFOneB(4, 8), 1)
+    even, uneven = (simulate(plan, Cost(gather=times)) for times in (2, [2, 2, 5, 2]))
+    assert uneven.makespan > even.makespan
+    assert what_if(uneven, 2).trace.moves == even.moves
+    assert what_if(uneven, 2).trace == even
+    assert what_if(even, 2).delay == 0
+
+
 @pytest.mark.parametrize("rank", [-1, 4, True, 1.0, "0"])
 def test_a_rank_that_is_not_there_is_refused(rank):
     with pytest.raises(UsageError, match="ranks 0 to 3"):

@@ -33,13 +33,13 @@ def shaken(trace, seed, share=0.3):
         ends.append(start + sum(times.durations[each] for each in slot))
         begun |= dict.fromkeys(slot, (start, ends[-1]))
     rows = [[[0.0] * len(row) for row in trace.starts] for _ in range(2)]
-    for key, (rank, index) in listed(trace).items():
-        for side, time in zip(rows, begun[number[key]], strict=True):
-            side[rank][index] = time
+    for name, ran in listed(trace).items():
+        for side, time in zip(rows, begun[number[name]], strict=True):
+            side[ran.rank][trace.plan.bound.rows[ran.rank].index(ran.code)] = time
     codes, moved = trace.plan.bound.codes, []
     for each in trace.transfers:
         giver, needer = codes.code(each.giver), codes.code(each.needer)
-        left, lag = begun[number[giver]][1], times.lags[needer]
+        left, lag = begun[order.number_of[giver]][1], times.lags[needer]
         moved.append(Transfer(each.source, each.target, each.giver, each.needer, left, left + lag))
     return Trace(trace.plan, *rows, unit=trace.unit, source="measured", transfers=moved)
 
@@ -191,6 +191,47 @@ def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
     assert pipelab.diff(before, after).parts == {"order": -2}
 
 
+def test_what_runs_beside_computing_is_compared_too():
+    schedule = pipelab.LoopedBFS(2, 4)
+    beside, in_row = (
+        pipelab.simulate(pipelab.replicate(schedule, 2), Cost(all_reduce=5, all_reduce_runs=runs))
+        for runs in ("beside", "in-row")
+    )
+    for pair in [(beside, in_row), (in_row, beside)]:
+        assert_sums(pipelab.diff(*pair))
+        assert set(pipelab.diff(*pair).parts) <= {"order"}
+    longer = pipelab.simulate(beside.plan, Cost(all_reduce=7, all_reduce_runs="beside"))
+    assert pipelab.diff(beside, longer).parts == {"moves": longer.makespan - beside.makespan}
+    gathers = pipelab.with_gathers(schedule, 1)
+    quick, slow = (pipelab.simulate(gathers, Cost(gather=each)) for each in (0.5, 3))
+    found = pipelab.diff(quick, slow)
+    assert found.parts == {"moves": slow.makespan - quick.makespan}
+    assert found.by("kind")["UNSHARD"] == found.longer > 0
+    ahead = pipelab.simulate(pipelab.with_gathers(schedule, 2), Cost(gather=3))
+    assert_sums(pipelab.diff(slow, ahead))  # other gathers, and fewer
+    unmeasured = Trace(gathers, slow.starts, slow.ends, source="measured")
+    assert_sums(pipelab.diff(slow, unmeasured))
+    moved = pipelab.diff(*(pipelab.simulate(pipelab.BPipe(4, 8), Cost(offload=1, load=each)) for each in (1, 4)))
+    assert set(moved.parts) == {"moves"}
+    assert {kind for kind, effect in moved.by("kind").items() if effect} == {"LOAD"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "cost"),
+    [
+        (pipelab.with_gathers(pipelab.Interleaved1F1B(2, 4), 1), Cost(gather=1.5, latency=0.25)),
+        (pipelab.PipeOffload(2, 4), Cost(offload=2, load=3)),
+        (pipelab.replicate(pipelab.LoopedBFS(2, 2), 2), Cost(all_reduce=4, all_reduce_runs="beside")),
+    ],
+)
+def test_a_replay_with_its_own_times_is_the_trace(plan, cost):
+    trace = pipelab.simulate(plan, cost)
+    order = Order(trace, {name: at for at, name in enumerate(listed(trace))})
+    again = order.again(order.times, trace.name)
+    assert (again.events, again.moves, again.transfers) == (trace.events, trace.moves, trace.transfers)
+    assert order.path(order.times).length == trace.makespan
+
+
 def test_what_cannot_be_compared_is_refused_with_the_reason():
     one, other = pipelab.simulate(pipelab.OneFOneB(2, 2)), pipelab.simulate(pipelab.ZBH1(2, 2))
     with pytest.raises(pipelab.UsageError, match=r"other actions \(\d+ differ, such as \dB\d, only in the first\)"):
@@ -199,13 +240,6 @@ def test_what_cannot_be_compared_is_refused_with_the_reason():
         pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 3)))
     with pytest.raises(pipelab.UsageError, match="different units"):
         pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")))
-    beside, in_row = (
-        pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(all_reduce=1, all_reduce_runs=runs), replicas=2)
-        for runs in ("beside", "in-row")
-    )
-    for pair in [(beside, in_row), (in_row, beside), (beside, beside)]:
-        with pytest.raises(pipelab.UsageError, match="cannot be compared action by action: .* beside computing"):
-            pipelab.diff(*pair)
     with pytest.raises(TypeError, match="simulate schedules and plans first"):
         pipelab.diff(pipelab.OneFOneB(2, 2), one)
     with pytest.raises(pipelab.UsageError, match="1 names for 2 traces"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import pipelab
-from pipelab.labs.demo import Setting, next_byte_loss, standard_library
+from pipelab.cli.demo import Setting, next_byte_loss, standard_library
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 PARTS = ("activations", "total")

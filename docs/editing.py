@@ -19,7 +19,7 @@ _MOST_LINK = 8192
 _TRY = """
 import json, sys, time
 sys.path[:0] = json.loads(sys.argv[1])
-missing = "torch matplotlib networkx graphviz rich typer numpy pipelab.engine pipelab.labs pipelab.cli".split()
+missing = "torch matplotlib networkx graphviz rich typer numpy pipelab.engine pipelab_course pipelab.cli".split()
 sys.modules.update(dict.fromkeys(missing))
 from playground import draw
 drawn = []

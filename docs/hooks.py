@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def questions(lab: str, answered: bool) -> str:
     """Return what an assignment asks as a list; answered by the teacher's key, with the names of a run's numbers."""
     root = Path(__file__).parents[1]
-    asked = tomllib.loads((root / "pipelab" / "labs" / "questions.toml").read_text(encoding="utf-8"))[lab]
+    asked = tomllib.loads((root / "pipelab_course" / "questions.toml").read_text(encoding="utf-8"))[lab]
     key = tomllib.loads((root / "teacher" / "keys" / f"{lab}.toml").read_text(encoding="utf-8")) if answered else {}
     lines, part = [], ""
     for number, (name, question) in enumerate(asked.items(), start=1):

@@ -22,7 +22,6 @@ The parts, in reading order:
 - `layouts`: which layout a transformer's training should have
 - `engine`: a plan on real tensors
 - `hub`: what other programs know about a plan: PyTorch's Flight Recorder
-- `labs`: what a course runs and measures
 - `cli`: the command `pipelab`
 - `table`: tables of results
 - `display`: the door to `draw` for whatever can be shown
@@ -78,7 +77,6 @@ if TYPE_CHECKING:
     from pipelab.catalogue.recomputation import with_recompute
     from pipelab.checking.checker import check
     from pipelab.checking.memory import Memory
-    from pipelab.engine.collectives.ring import codec_hook, ring_all_reduce
     from pipelab.engine.device.devices import devices
     from pipelab.engine.emulation import emulated
     from pipelab.engine.model.split import split
@@ -127,9 +125,9 @@ __all__ = [
     "MemoryUse", "Naive", "OneFOneB", "Overlapped1F1B", "Pair", "PipeDream", "PipeOffload", "PipelabError", "Pipeline",
     "Plan", "R", "RankError", "Schedule", "ScheduleError", "Seq1F1B", "SlimPipe", "SplitError", "StageError", "Step",
     "StepTimeoutError", "Table", "Trace", "TwoBW", "U", "UsageError", "VHalf", "VMin", "VerificationError", "W",
-    "ZeroPP", "__version__", "all_reduce_time", "building_block", "cached", "check", "codec_hook", "compare",
+    "ZeroPP", "__version__", "all_reduce_time", "building_block", "cached", "check", "compare",
     "devices", "diagnose", "diff", "emulated", "frontier", "layout", "lower", "lower_bound", "memory_use", "optimum",
-    "replicate", "ring_all_reduce", "schedules", "simulate", "split", "what_if", "with_gathers", "with_recompute",
+    "replicate", "schedules", "simulate", "split", "what_if", "with_gathers", "with_recompute",
 ]  # fmt: skip
 
 _PARTS = "catalogue", "checking", "draw", "files", "plan", "schedule", "simulation", "trace"

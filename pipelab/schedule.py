@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
+from types import ModuleType
 from typing import Any, ClassVar
 
 from pipelab.checking.checker import Faults, as_plan, require_legal
@@ -464,3 +465,12 @@ def replicate(plan: Schedule | Plan, replicas: int) -> Replicated:
         TypeError: if the first argument is neither a schedule nor a plan.
     """
     return Replicated(plan, replicas)
+
+
+def own_schedules(module: ModuleType) -> dict[str, type[Schedule]]:
+    """Return the schedules that are written in a module, by name."""
+    return {
+        name: kind
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and issubclass(kind, Schedule) and kind.__module__ == module.__name__
+    }

@@ -1,7 +1,17 @@
-"""A student's file, as the command line is given it."""
+"""What tests of commands share: a student's file, and how a help is read."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 RIGHT = (Path(__file__).parent / "scripts" / "my_schedule.py").read_text()
+
+
+def one_line_each(shown: str) -> int:
+    """Return how many commands a help lists, each in one line."""
+    listed = re.findall(r"^│ (\S+) {2,}\S.*│$", shown, re.MULTILINE)
+    panels = shown.split("╭─ ")[2:]
+    commands = [name for name in listed if not name.startswith("-")]
+    assert sum(panel.count("│\n") for panel in panels) == len(commands)
+    return len(commands)

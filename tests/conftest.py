@@ -62,7 +62,7 @@ def _has_gpu() -> bool:
 
 
 def _has_sandbox() -> bool:
-    from pipelab.labs.grading.runner import sandbox
+    from pipelab_course.grading.runner import sandbox
 
     return bool(sandbox())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipelab.labs.grading.tasks import HOMEWORKS, Grade, marks_of
+from pipelab_course.grading.tasks import HOMEWORKS, Grade, marks_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLUTION = (ROOT / "teacher" / "homework4" / "pipeline_homework.py").read_text(encoding="utf-8")

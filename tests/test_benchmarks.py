@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 import pipelab
-from pipelab.labs.demo import Setting
+from pipelab.cli.demo import Setting
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

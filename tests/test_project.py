@@ -79,9 +79,10 @@ def test_the_readme_and_home_do_what_they_say(tmp_path: Path) -> None:
 
 
 def test_the_maps_of_the_code_name_every_folder_and_only_files_that_exist() -> None:
-    package = ROOT / "pipelab"
+    package, course = ROOT / "pipelab", ROOT / "pipelab_course"
     map_of_folders = read("CONTRIBUTING.md").partition("## Where is what?")[2].partition("\n## ")[0]
     folders = {path.parent.relative_to(package) for path in package.glob("*/**/__init__.py")}
+    folders |= {path.parent.relative_to(ROOT) for path in course.glob("**/__init__.py")}
     folders.discard(Path("draw/page"))  # a part of drawing that no map needs
     assert {Path(folder).name for folder in re.findall(r"`([\w/]+)/`", map_of_folders)} - {
         "pipelab",

@@ -14,7 +14,7 @@
 import torch
 from torch import nn
 
-import pipelab
+import pipelab_course
 from pipelab import Column, Table
 
 # %% [markdown]
@@ -27,7 +27,7 @@ from pipelab import Column, Table
 
 # %%
 gradients = [torch.arange(7.0) + 10 * rank for rank in range(3)]
-result = pipelab.ring_all_reduce(gradients)
+result = pipelab_course.ring_all_reduce(gradients)
 print(result)
 print(result.tensors[0])
 
@@ -52,7 +52,7 @@ my_prediction = None  # times the gradient
 # %% tags=["answer"]
 print(f"predicted {my_prediction}")
 for ranks in (2, 4, 8, 64):
-    reduced = pipelab.ring_all_reduce([torch.zeros(960)] * ranks)
+    reduced = pipelab_course.ring_all_reduce([torch.zeros(960)] * ranks)
     share = reduced.bytes_per_rank[0] / (960 * 4)
     print(f"{ranks:2d} ranks: {len(reduced.steps):3d} steps, each rank sends {share:.2f} times its gradient")
     assert share == 2 * (ranks - 1) / ranks
@@ -74,7 +74,7 @@ gradients = [torch.randn(1000) for _ in range(4)]
 mean = torch.stack(gradients).mean(0)
 rows = []
 for codec in ("none", "fp16", "bf16", "int8"):
-    result = pipelab.ring_all_reduce(gradients, codec)
+    result = pipelab_course.ring_all_reduce(gradients, codec)
     error = (result.tensors[0] - mean).norm() / mean.norm()
     rows.append({"codec": codec, "payload": result.payload_bytes, "scales": result.scale_bytes, "error": float(error)})
     assert all(torch.equal(each, result.tensors[0]) for each in result.tensors)
@@ -94,13 +94,13 @@ print(Table(rows, [*columns, Column("error", "relative error", "{:.0e}".format)]
 
 # %%
 large = [torch.full((3,), 40000.0)] * 3
-print("fp16:", pipelab.ring_all_reduce(large, "fp16").tensors[0])
-print("bf16:", pipelab.ring_all_reduce(large, "bf16").tensors[0])
+print("fp16:", pipelab_course.ring_all_reduce(large, "fp16").tensors[0])
+print("bf16:", pipelab_course.ring_all_reduce(large, "bf16").tensors[0])
 broken = [torch.ones(6), torch.ones(6), torch.tensor([1, 1, 1, 1, 1, float("nan")])]
-print("int8:", pipelab.ring_all_reduce(broken, "int8").tensors[0])
+print("int8:", pipelab_course.ring_all_reduce(broken, "int8").tensors[0])
 
-assert pipelab.ring_all_reduce(large, "fp16").tensors[0].isinf().all()
-assert pipelab.ring_all_reduce(broken, "int8").tensors[0].isnan().tolist() == [False] * 4 + [True] * 2
+assert pipelab_course.ring_all_reduce(large, "fp16").tensors[0].isinf().all()
+assert pipelab_course.ring_all_reduce(broken, "int8").tensors[0].isnan().tolist() == [False] * 4 + [True] * 2
 
 # %% [markdown]
 # ## What does it cost in training?
@@ -131,7 +131,7 @@ def train(codec, steps=200, replicas=4):
             loss.backward()
             total += loss.item()
             gradients.append(torch.cat([each.grad.flatten() for each in parameters]))
-        result = pipelab.ring_all_reduce(gradients, codec, feedback=feedback)
+        result = pipelab_course.ring_all_reduce(gradients, codec, feedback=feedback)
         feedback = result.feedback
         pieces = result.tensors[0].split([each.numel() for each in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
@@ -177,11 +177,11 @@ assert all(abs(row["loss"] / last["none"]["loss"] - 1) < 0.02 for row in last.va
 # %% [markdown]
 # ## Across processes, and in DistributedDataParallel
 #
-# Under torchrun, each process passes its own tensor: `pipelab.ring_all_reduce(gradient, "int8")`. To have PyTorch's
-# `DistributedDataParallel` use the ring and a codec for its gradients, add one line:
+# Under torchrun, each process passes its own tensor: `pipelab_course.ring_all_reduce(gradient, "int8")`. To have
+# PyTorch's `DistributedDataParallel` use the ring and a codec for its gradients, add one line:
 #
 #     model = DistributedDataParallel(module)
-#     model.register_comm_hook(model.process_group, pipelab.codec_hook("int8-ef"))
+#     model.register_comm_hook(model.process_group, pipelab_course.codec_hook("int8-ef"))
 #
 # ## Exercise: the order of the ring
 #

@@ -13,8 +13,7 @@ from rich.table import Table as Columns
 from rich.text import Text
 
 import pipelab
-from pipelab.cli.labs import SaveTable
-from pipelab.cli.options import Save, Sizes, Target, Times, grouped, untimed
+from pipelab.cli.options import Save, SaveTable, Sizes, Target, Times, grouped, untimed
 from pipelab.cli.printing import TABLE, TIMELINE, echo, require_writable, save_timeline, say, show, wrote
 from pipelab.cli.targets import settings
 from pipelab.draw import text, wording

@@ -6,10 +6,11 @@ import shlex
 import sys
 import warnings
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +21,6 @@ import pipelab
 from pipelab.checking.checker import as_plan
 from pipelab.cli.answers import frontier, layout, megatron, optimum, schedules, why
 from pipelab.cli.challenge import challenge
-from pipelab.cli.grading import grade_command
-from pipelab.cli.labs import lab
 from pipelab.cli.measuring import (
     Cell,
     Work,
@@ -80,12 +79,37 @@ from pipelab.simulation.clock import simulate
 from pipelab.trace.diff import in_unit_of
 
 if TYPE_CHECKING:
-    from pipelab.labs.running import Result
+    from pipelab.cli.running import Result
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+_BESIDE = "Of packages beside pipelab"
 
 
-app.add_typer(lab, name="lab")
+def add_commands(to: typer.Typer) -> None:
+    """Add what other packages have in their entry points `pipelab.commands`: functions, and apps of typer.
+
+    They come first, so that no other package takes the place of a command of pipelab.
+    """
+    for entry in entry_points(group="pipelab.commands"):
+        try:
+            command = entry.load()
+            _add(command, entry.name, alone := typer.Typer())
+            typer.main.get_command(alone)  # which refuses what is no command
+        except Exception as error:  # noqa: BLE001 - of another package, whatever it is
+            words = f"the command {entry.name} is left out: {entry.value} raised {type(error).__name__}: {error}"
+            echo(folded(words), error=True)
+        else:
+            _add(command, entry.name, to)
+
+
+def _add(command: Callable[..., None] | typer.Typer, name: str, to: typer.Typer) -> None:
+    if isinstance(command, typer.Typer):
+        to.add_typer(command, name=name, rich_help_panel=_BESIDE)
+    else:
+        to.command(name, rich_help_panel=_BESIDE)(command)
+
+
+add_commands(app)
 export = typer.Typer(rich_markup_mode="markdown", help="Write a plan for another program.", no_args_is_help=True)
 app.add_typer(export, name="export")
 app.command()(schedules)
@@ -341,7 +365,6 @@ app.command()(layout)
 app.command()(megatron)
 app.command(name="play")(play_command)
 app.command()(challenge)
-app.command(name="grade")(grade_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

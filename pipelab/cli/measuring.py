@@ -19,7 +19,7 @@ from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.labs.running import Job, Result
+    from pipelab.cli.running import Job, Result
 
 _SEVERAL_RANKS, _TWO_RANKS = 4, 2
 _STEPS, _EMULATED_STEPS = 5, 3
@@ -59,7 +59,7 @@ class Work:
 
     def jobs(self, plans: Sequence[Plan], shares: Sequence[int]) -> list[Job]:
         """Return what runs; `shares` says into how many micro-batches each plan divides the emulated times."""
-        from pipelab.labs.running import make_jobs
+        from pipelab.cli.running import make_jobs
 
         return make_jobs(plans, shares, self.width, self.depth, self.batch, self.emulate)
 
@@ -102,7 +102,7 @@ def too_few_cores(ranks: int, command: str, others: int = 0) -> str:
 
     Other programs need so many cores besides. The warning adds to the command what needs no cores.
     """
-    from pipelab.labs.running import has_gpu
+    from pipelab.cli.running import has_gpu
 
     if ranks + others <= cores() or has_gpu():
         return ""
@@ -140,7 +140,7 @@ def _counted_cores() -> str:
 
 def _run(jobs: Sequence[Job], steps: int) -> list[Result]:
     """Run jobs, with a progress bar on a terminal."""
-    from pipelab.labs.running import run_all
+    from pipelab.cli.running import run_all
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -53,6 +53,10 @@ SaveRun = Annotated[
         "--save", "-o", help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable"
     ),
 ]
+SaveTable = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="a file to write: csv md tex html txt; png svg pdf: the plot; repeatable"),
+]
 PostingOrder = Annotated[
     Order, typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire")
 ]

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelab.catalogue import schedules
+from pipelab.cli.believing import LEGEND, believable
+from pipelab.cli.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import wrote
 from pipelab.draw.wording import columns
 from pipelab.files import require_writable
-from pipelab.labs.believing import LEGEND, believable
-from pipelab.labs.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
 from pipelab.simulation.cost import Cost

@@ -19,11 +19,10 @@ from typing import Any
 from pipelab.catalogue import beside, schedules
 from pipelab.errors import PipelabError, UsageError
 from pipelab.files import text_of
-from pipelab.labs.grading.schedules import own_schedules
 from pipelab.plan.csv_notation import is_plan, lines_of, read_rows
 from pipelab.plan.fault import in_a_library, line_of_function, students_line
 from pipelab.plan.plan import Plan
-from pipelab.schedule import Schedule
+from pipelab.schedule import Schedule, own_schedules
 from pipelab.trace.trace import Trace
 
 _MICROBATCHES = 8

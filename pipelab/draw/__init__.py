@@ -6,7 +6,6 @@ Importing this package is quick: matplotlib, networkx and graphviz are loaded wh
 - `figure`: timelines on matplotlib axes, with the labels that fit
 - `page`: timelines as one HTML file
 - `graph`: the dependency graph, by Graphviz
-- `ring`: a ring all-reduce, step by step
 - `bars`: a trace as lanes of bars: what all of them draw
 - `table`: tables as text, files and plots
 - `tables`: idle times, memory, frontiers and comparisons as tables

@@ -8,7 +8,6 @@
 - `stage`: one stage, forward and backward: shared by both engines
 - `threads`: the engine with one worker thread per rank, in one process; its instructions and its all-reduce
 - `torchrun`: the engine with one process per rank, on PyTorch's pipelining runtime
-- `collectives`: the ring all-reduce, and codecs for its messages
 - `model`: the model cut into stages
 - `device`: which device a rank runs on, and its clock
 - `verify`: gradients, a pipeline's or any other step's, compared with the plain model's

@@ -37,7 +37,8 @@ Code = Literal[
 ]
 """The kinds of mistakes, worst first: the order in which `check` reports them."""
 
-_LIBRARIES = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+"""Where no student's files are; a package that stands on pipelab adds its own folder."""
 
 
 _MOST_ALIKE = 4
@@ -285,5 +286,5 @@ def in_a_library(file: str) -> bool:
         file == "<string>"
         or file.startswith("<frozen ")
         or "site-packages" in path.parts
-        or any(map(path.is_relative_to, _LIBRARIES))
+        or any(map(path.is_relative_to, LIBRARIES))
     )

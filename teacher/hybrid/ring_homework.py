@@ -5,8 +5,8 @@
 
 Every replica of a pipeline has its own gradient, and all need the mean. D replicas cut their gradients into D chunks.
 Each sends only to the next one around the ring: first D - 1 steps that add up (reduce-scatter), then D - 1 steps in
-which the finished chunks go around once (all-gather). `print(pipelab.ring_all_reduce([torch.zeros(6)] * 3))` shows who
-sends which chunk.
+which the finished chunks go around once (all-gather). To see who sends which chunk:
+`print(pipelab_course.ring_all_reduce([torch.zeros(6)] * 3))`.
 
 Fill the four holes, and change nothing else. Then answer:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import queue
 import re
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from commands import RIGHT
+from commands import RIGHT, one_line_each
 
 import pipelab
 from pipelab.cli.app import docs
@@ -265,22 +266,46 @@ def test_a_warning_is_printed_without_the_line_of_code_that_gave_it():
     assert result.stderr == "warning: noisy\n"
 
 
-@pytest.mark.parametrize("command", [[], ["lab"]])
-def test_every_command_is_one_line_of_the_help(pipelab_command, monkeypatch, command):
+def test_every_command_is_one_line_of_the_help(pipelab_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    shown = pipelab_command(*command, "--help")[1]
-    listed = re.findall(r"^│ (\S+) {2,}\S.*│$", shown, re.MULTILINE)
-    panels = shown.split("╭─ ")[2:]
-    assert len(listed) > 5
-    assert sum(panel.count("│\n") for panel in panels) == len([each for each in listed if not each.startswith("-")])
+    assert one_line_each(pipelab_command("--help")[1]) > 15
 
 
-def test_what_homework_4_asks_for_is_told_before_it_is_begun(pipelab_command, folder):
-    code, shown, _ = pipelab_command("lab", "hw4", "--no-answers")
-    assert (code, list(folder.iterdir())) == (0, [])
-    points = [int(line.split()[-1]) for line in shown.splitlines() if re.search(r" \d+$", line)]
-    assert sum(points) == 100
-    assert "pipelab lab hw4 --start" in shown
+OTHERS = """
+import typer
+def hello(name: str):
+    typer.echo(f"hello {name}")
+def check():
+    typer.echo("not pipelab's check")
+def odd(name: int | str): ...
+number = 3
+group = typer.Typer()
+group.command("hello")(hello)
+group.command("check")(check)
+"""
+
+
+def test_other_packages_add_commands_and_one_that_is_broken_is_left_out(tmp_path):
+    (tmp_path / "others.py").write_text(OTHERS)
+    (tmp_path / "others-1.dist-info").mkdir()
+    (tmp_path / "others-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
+    values = ["hello", "check", "group", "number", "odd", "missing"]
+    lines = ["[pipelab.commands]", *(f"{name} = others:{name}" for name in values), "lost = nowhere:lost"]
+    (tmp_path / "others-1.dist-info" / "entry_points.txt").write_text("\n".join(lines))
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+
+    def run(*words):
+        command = [sys.executable, "-m", "pipelab", *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": paths}
+        )
+        return done.stdout, done.stderr
+
+    assert run("hello", "ada")[0] == run("group", "hello", "ada")[0] == "hello ada\n"
+    output, error = run("check", "gpipe")
+    assert "no fault" in output
+    broken = re.findall(r"^the command (\w+) is left out: ", error, re.MULTILINE)
+    assert sorted(broken) == ["lost", "missing", "number", "odd"]
 
 
 @pytest.mark.parametrize("others", [(), ("--graph", "-o", "x.svg"), ("-o", "x.csv"), ("-o", "x.html")])

@@ -12,8 +12,8 @@ from rich.console import Console
 import pipelab
 from pipelab.cli import measuring
 from pipelab.cli.measuring import Work
+from pipelab.cli.running import core_share, run_all
 from pipelab.engine import emulation
-from pipelab.labs.running import core_share, run_all
 
 
 def test_run_executes_verifies_and_draws(pipelab_command, folder):

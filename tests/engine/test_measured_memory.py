@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipelab
 from pipelab import Pipeline, UsageError, memory_use
-from pipelab.labs.demo import Setting, next_byte_loss, standard_library
+from pipelab.cli.demo import Setting, next_byte_loss, standard_library
 
 ROWS = 3
 """Of a micro-batch."""

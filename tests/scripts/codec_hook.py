@@ -11,8 +11,8 @@ from facts import attempt, say
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import pipelab
-from pipelab.engine.collectives.codecs import CODECS
+from pipelab_course import codec_hook
+from pipelab_course.ring.codecs import CODECS
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -45,7 +45,7 @@ plain = with_ddp(None)
 for codec in CODECS:
     # PyTorch makes other buckets after the first step: here, a bucket for each parameter
     for cap in (25, 1e-5):
-        weights = with_ddp(pipelab.codec_hook(codec), bucket_cap_mb=cap)
+        weights = with_ddp(codec_hook(codec), bucket_cap_mb=cap)
         everyone = [torch.empty_like(weights) for _ in range(ranks)]
         dist.all_gather(everyone, weights)
         say(
@@ -56,7 +56,7 @@ for codec in CODECS:
 
 for codec in ("int8", "int8-ef"):
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
-    model.register_comm_hook(model.process_group, pipelab.codec_hook(codec))
+    model.register_comm_hook(model.process_group, codec_hook(codec))
     x = torch.tensor([[1.0, 0.003, 1.0, 0.003]])
     sums = torch.zeros_like(x)
     for _ in range(50):
@@ -68,7 +68,7 @@ for codec in ("int8", "int8-ef"):
 
 def step_with(state, codec, layer=None):
     model = DistributedDataParallel(layer or module())
-    model.register_comm_hook(model.process_group if state == "own" else state, pipelab.codec_hook(codec))
+    model.register_comm_hook(model.process_group if state == "own" else state, codec_hook(codec))
     inputs = torch.tensor([[0, 1]]) if layer else torch.zeros(2, 6)
     model(inputs).sum().backward()
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import pipelab
+import pipelab_course
 from pipelab import B, F, OneFOneB
 from pipelab.errors import NO_TORCH
-from pipelab.labs import report as claims
-from pipelab.labs.report import CLAIMS, READINGS, rows, verdict
+from pipelab_course import report as claims
+from pipelab_course.report import CLAIMS, READINGS, rows, verdict
 
 PER_STAGE, PER_STAGE_IN_ALL, SPLIT, SPLIT_IN_ALL = READINGS
 
@@ -152,9 +152,9 @@ def test_a_backward_before_its_forward_would_be_counted():
 
 
 def test_bytes_and_steps_are_those_of_a_ring_that_runs():
-    ring = pipelab.ring_all_reduce([torch.ones(120)] * 4, "int8")
+    ring = pipelab_course.ring_all_reduce([torch.ones(120)] * 4, "int8")
     assert BY_ABOUT[BYTES].value(PER_STAGE) == [3 * ring.payload_bytes, 3 * (ring.payload_bytes + ring.scale_bytes)]
-    steps = [len(pipelab.ring_all_reduce([torch.zeros(count)] * count).steps) for count in (1, 2, 4, 8)]
+    steps = [len(pipelab_course.ring_all_reduce([torch.zeros(count)] * count).steps) for count in (1, 2, 4, 8)]
     assert BY_ABOUT["Table 3, steps"].value(PER_STAGE) == steps
 
 
@@ -228,7 +228,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_comman
 
 @pytest.mark.teacher
 def test_the_documentation_shows_what_the_command_prints(pipelab_command):
-    page = Path(claims.__file__).parents[2] / "teacher" / "site" / "transcripts" / "report.md"
+    page = Path(claims.__file__).parents[1] / "teacher" / "site" / "transcripts" / "report.md"
     (shown,) = re.findall(r"```console\n\$ pipelab lab report\n(.*?)\n```", page.read_text(encoding="utf-8"), re.DOTALL)
     _, output, _ = pipelab_command("lab", "report")
     assert shown == output.rstrip()

@@ -60,7 +60,7 @@ def solutions() -> dict[str, tuple[list[str], int]]:
     orders = {name: each["reference"] for name, each in answers.items() if isinstance(each["reference"], list)}
     found = {f"an order of {name}": (rows, len(rows)) for name, rows in orders.items()}
     for path in TEACHER.glob("*/*_homework.py"):
-        template = (ROOT / "pipelab" / "labs" / "grading" / f"{path.name}.txt").read_text(encoding="utf-8")
+        template = (ROOT / "pipelab_course" / "grading" / f"{path.name}.txt").read_text(encoding="utf-8")
         filled = set(path.read_text(encoding="utf-8").splitlines()) - set(template.splitlines())
         lines = [words for line in filled if len(words := plain(line).strip()) > 25]
         found[path.name] = (lines, len(lines) // 2 + 1)

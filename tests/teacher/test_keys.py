@@ -10,11 +10,10 @@ from string import Formatter
 import pytest
 
 from pipelab import files
-from pipelab.cli import labs
-from pipelab.labs import compressed, hw1, hw3, practical9
-from pipelab.labs.hybrid import Hybrid
+from pipelab_course import commands, compressed, hw1, hw3, practical9
+from pipelab_course.hybrid import Hybrid
 
-QUESTIONS = tomllib.loads(resources("pipelab.labs").joinpath("questions.toml").read_text(encoding="utf-8"))
+QUESTIONS = tomllib.loads(resources("pipelab_course").joinpath("questions.toml").read_text(encoding="utf-8"))
 
 
 def key(lab: str) -> dict[str, dict[str, list[str]]]:
@@ -74,7 +73,7 @@ NUMBERS = {
     "practical9": of_practical9,
     "hw1": of_hw1,
     "hw3": of_hw3,
-    "hw4": lambda: set(labs._of_homework(4)),
+    "hw4": lambda: set(commands._of_homework(4)),
     "hybrid": of_hybrid,
     "report": set,
 }
@@ -92,8 +91,8 @@ def test_an_answer_names_numbers_that_its_lab_finds(lab: str) -> None:
 def test_a_sentence_without_its_number_is_left_out_and_models_follow_each_other() -> None:
     sentences = ["{model}: {speed_up}.", "Below 1 it is {slower}.", "All."]
     numbers = [{"model": "a", "speed_up": "2"}, {"model": "b", "speed_up": "3"}]
-    assert labs._filled(sentences, numbers) == "a: 2. b: 3. All."
-    assert labs._filled(sentences, [{}]) == ""
+    assert commands._filled(sentences, numbers) == "a: 2. b: 3. All."
+    assert commands._filled(sentences, [{}]) == ""
 
 
 SMALL = ("lab", "practical9", "-m", "2,4", "--emulate", "1", "2", "--steps", "1", "--batch", "8")
@@ -118,7 +117,7 @@ def test_questions_are_asked_without_running_anything(pipelab_command, lab: str)
 
 @pytest.mark.parametrize("words", [SMALL, ("lab", "hw4"), ("lab", "report")], ids=lambda words: words[1])
 def test_a_students_copy_prints_no_answer(pipelab_command, monkeypatch, words: tuple[str, ...]) -> None:
-    monkeypatch.setattr(labs, "_key", lambda _: {})
+    monkeypatch.setattr(commands, "_key", lambda _: {})
     _, output, _ = pipelab_command(*words)
     said = " ".join(output.split())
     assert f"pipelab lab {words[1]} --questions" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from homework import SOLUTION, changed
 
-from pipelab.labs.grading.tasks import variant
+from pipelab_course.grading.tasks import variant
 
 
 @pytest.mark.usefixtures("folder")

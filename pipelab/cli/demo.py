@@ -1,0 +1,314 @@
+"""The demo: one model, trained plainly and with three schedules, learns exactly the same.
+
+The model is a language model of bytes; its text comes with every Python: the standard library.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from pipelab.catalogue import schedules
+from pipelab.cli.believing import Watch
+from pipelab.cli.running import core_share, make_jobs, run_all
+from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.stage.batch import row_counts, split_batch
+from pipelab.errors import UsageError
+from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
+from pipelab.trace.trace import Trace
+
+_BYTES = 256
+
+
+class Block(nn.Module):
+    """A transformer block: causal self-attention, then a perceptron, each on a normalised residual stream.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3; layer norm first as in Radford et al. 2019, GPT-2.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Make a block of `width` features and `heads` attention heads."""
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.grow = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream, `[rows, length, width]`."""
+        rows, length, width = stream.shape
+        query, key, value = (
+            each.view(rows, length, self.heads, -1).transpose(1, 2)
+            for each in self.attend(self.norm_1(stream)).chunk(3, dim=-1)
+        )
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.project(seen.transpose(1, 2).reshape(rows, length, width))
+        grown: torch.Tensor = self.shrink(nn.functional.gelu(self.grow(self.norm_2(stream))))
+        return stream + grown
+
+
+class _Embedding(nn.Module):
+    """Bytes and their positions, as vectors."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(_BYTES, width)
+        self.positions = nn.Embedding(length, width)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        vectors: torch.Tensor = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        return vectors
+
+
+def language_model(blocks: int = 6, width: int = 128, heads: int = 4, length: int = 64) -> nn.Sequential:
+    """Return a language model over bytes: an embedding, a stack of equal blocks, and a head.
+
+    The input is `[rows, length]` bytes as integers, the output `[rows, length, 256]` scores of the next byte.
+
+    Example:
+        >>> model = language_model(blocks=2, width=16, heads=2, length=8)
+        >>> model(torch.zeros(3, 8, dtype=torch.long)).shape
+        torch.Size([3, 8, 256])
+    """
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, _BYTES))
+    return nn.Sequential(_Embedding(width, length), *(Block(width, heads) for _ in range(blocks)), head)
+
+
+def next_byte_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy, in nats per byte, of scores `[rows, length, 256]` for bytes `[rows, length]`."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+def standard_library(limit: int = 4_000_000) -> torch.Tensor:
+    """Return the source text of Python's standard library, in order of file names, as bytes `[at most limit]`."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if len(text) < 100_000:
+        raise UsageError(f"{folder} holds {len(text)} bytes of Python source, too few to train on")
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+class Batches:
+    """Random pieces of a text, the same ones for the same seed."""
+
+    def __init__(self, text: torch.Tensor, rows: int, length: int, seed: int = 0) -> None:
+        """Start the stream of pieces."""
+        self.text = text
+        self.rows = rows
+        self.length = length
+        self._random = torch.Generator().manual_seed(seed)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch `[rows, length]`, and the byte that follows each of its bytes."""
+        starts = torch.randint(len(self.text) - self.length, (self.rows,), generator=self._random)
+        pieces = torch.stack([self.text[start : start + self.length + 1] for start in starts]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The model and the data."""
+
+    ranks: int = 2
+    microbatches: int = 8
+    steps: int = 12
+    rows: int = 32
+    blocks: int = 6
+    width: int = 128
+    length: int = 64
+    seed: int = 0
+
+    def model(self) -> nn.Sequential:
+        """Return the model, the same weights every time."""
+        torch.manual_seed(self.seed)
+        return language_model(self.blocks, self.width, heads=4, length=self.length)
+
+    def batches(self, text: torch.Tensor) -> Batches:
+        """Return the stream of batches, the same every time."""
+        return Batches(text, self.rows, self.length, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Plain training: one thread, the same micro-batches one after another.
+
+    Attributes:
+        step_ms: the median milliseconds of a step, without the first.
+        losses: the loss of every step, in nats per byte.
+        weights: the parameters after the last step.
+        whole_batch_ms: the median milliseconds of a step on the whole batch.
+        cores: how many processor threads that used.
+        others: which share of the processor other programs used while it trained.
+    """
+
+    step_ms: float
+    losses: list[float]
+    weights: list[torch.Tensor]
+    whole_batch_ms: float
+    cores: int
+    others: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Training with a schedule, beside plain training.
+
+    Attributes:
+        schedule: the schedule's name.
+        step_ms: the median milliseconds of a step, without the first.
+        speed_up: plain training's step time divided by this one's.
+        core_share: for which fraction of their working time the ranks had a processor core.
+        traces: the steps, without the first, by their length.
+        losses: the loss of every step.
+        same: whether every loss and every parameter equals plain training's, bit for bit.
+        proof: what `verify` found, in words.
+        others: which share of the processor other programs used while it trained.
+    """
+
+    schedule: str
+    step_ms: float
+    speed_up: float
+    core_share: float
+    traces: list[Trace]
+    losses: list[float]
+    same: bool
+    proof: str
+    others: float
+
+    @property
+    def trace(self) -> Trace:
+        """A step of median length."""
+        return self.traces[len(self.traces) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """A schedule on emulated devices, beside its simulation, and the share of the processor that others used."""
+
+    schedule: str
+    measured: Trace
+    predicted: Trace
+    others: float
+
+
+@contextmanager
+def _one_thread() -> Iterator[int]:
+    """Let operations of this thread use one core, as those of each rank do; yield how many cores they used before."""
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield cores
+    finally:
+        torch.set_num_threads(cores)
+
+
+def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
+    """Train the model plainly; `advance` is called after every step."""
+    text, watch = standard_library(), Watch()
+    with _one_thread() as cores:
+        model = setting.model()
+        batches = setting.batches(text)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        counts = row_counts(setting.rows, setting.microbatches)
+        losses, times = [], []
+        for _ in range(setting.steps):
+            x, y = batches.take()
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            parts = []
+            with watch:
+                for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
+                    loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
+                    loss.backward()
+                    parts.append(loss.detach())
+            times.append(time.perf_counter() - began)
+            optimizer.step()
+            losses.append(float(torch.stack(parts).sum()))
+            advance()
+    return Plain(
+        step_ms=_typical(times),
+        losses=losses,
+        weights=[parameter.detach().clone() for parameter in model.parameters()],
+        whole_batch_ms=_whole_batch_ms(setting, text),
+        cores=cores,
+        others=watch.others(),
+    )
+
+
+def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], object] = lambda: None) -> Trained:
+    """Train the same model from the same seed on the same batches with a schedule."""
+    model = setting.model()
+    batches = setting.batches(standard_library())
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses, times, traces, watch = [], [], [], Watch()
+    schedule = schedules[name](setting.ranks, setting.microbatches)
+    with _one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
+        for _ in range(setting.steps):
+            x, y = batches.take()
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            with watch:
+                step = pipe.step(x, y)
+            times.append(time.perf_counter() - began)
+            optimizer.step()
+            losses.append(float(step.loss))
+            traces.append(step.trace)
+            advance()
+        weights = list(model.parameters())
+        same = losses == plain.losses and all(map(torch.equal, weights, plain.weights))
+        proof = str(pipe.verify(x, y))
+    return Trained(
+        schedule=name,
+        step_ms=_typical(times),
+        speed_up=plain.step_ms / _typical(times),
+        core_share=core_share(watch.own, traces),
+        traces=sorted(traces[1:] or traces, key=lambda trace: trace.makespan),
+        losses=losses,
+        same=same,
+        proof=proof,
+        others=watch.others(),
+    )
+
+
+def emulate(
+    name: str, ranks: int = 4, microbatches: int = 8, forward_ms: float = 20, backward_ms: float = 40
+) -> Emulation:
+    """Run a schedule on emulated devices, and simulate it with the same times."""
+    plan = schedules[name](ranks, microbatches).plan()
+    (result,) = run_all(make_jobs([plan], [1], batch=microbatches, emulate=(forward_ms, backward_ms)), steps=1)
+    predicted = simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms"))
+    return Emulation(name, result.measured, predicted, result.others)
+
+
+def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:
+    """Return the median milliseconds of a step on the whole batch, on all cores."""
+    model, batches = setting.model(), setting.batches(text)
+    times = []
+    for _ in range(steps):
+        x, y = batches.take()
+        began = time.perf_counter()
+        model.zero_grad()
+        next_byte_loss(model(x), y).backward()
+        times.append(time.perf_counter() - began)
+    return _typical(times)
+
+
+def _typical(times: list[float]) -> float:
+    """Return the median in milliseconds, without the first, which warms up."""
+    return 1e3 * median(times[1:] or times)

@@ -1,0 +1,240 @@
+"""What `pipelab grade` shows and writes."""
+
+from __future__ import annotations
+
+import json as notation
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipelab import files
+from pipelab.cli.options import Times, grouped
+from pipelab.cli.printing import echo, folded, require_writable, show, wrote
+from pipelab.cli.targets import settings
+from pipelab.errors import PipelabError, UsageError, clean
+from pipelab.simulation.cost import Cost
+from pipelab_course.commands import finished
+from pipelab_course.grading import report
+from pipelab_course.grading.runner import Limits, grade, sandbox, submissions
+from pipelab_course.grading.tasks import HOMEWORKS, Assignment, Grade
+
+_Par = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="name=number: what a good schedule reaches, as par in golf. Up to it, all points; above it, points x par "
+        "/ found. Names: makespan, peak (micro-batches held by the fullest rank), bubble; repeatable"
+    ),
+]
+_Json = Annotated[Path | None, typer.Option("--json", help="write everything about the grade, or the grades, as JSON")]
+_Gradescope = Annotated[
+    Path | None,
+    typer.Option(help="write Gradescope's results.json into this folder; without a target, its autograder.zip"),
+]
+_Classroom = Annotated[
+    Path | None,
+    typer.Option("--classroom50", help="write Classroom 50's result.json to this file; a failed grade exits with 0"),
+]
+_Tables = Annotated[
+    list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md tex; repeatable")
+]
+
+
+@grouped
+def grade_command(
+    times: Times,
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar=f"[{'|'.join(HOMEWORKS)}] TARGET",
+            help="a homework's file, my_file.py:MySchedule, or a folder of submissions; the homework's name may be "
+            "left out for hw4, and for a file with its usual name. Without a target: the points, with reasons",
+            show_default=False,
+        ),
+    ] = None,
+    marks: Annotated[
+        Path | None, typer.Option(help="a TOML file with other points, as printed without a target")
+    ] = None,
+    par: _Par = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="the schedule's size that the pars are for")] = 4,
+    microbatches: Annotated[
+        int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
+    variant: Annotated[str, typer.Option(help="homework 4 with the numbers of this name, as in lab hw4")] = "",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="time for each submission; default 5, for homework 1 30")
+    ] = None,
+    memory: Annotated[int, typer.Option(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
+    workers: Annotated[int, typer.Option(min=1, help="submissions of a folder that run at the same time")] = 2,
+    json: _Json = None,
+    gradescope: _Gradescope = None,
+    classroom50: _Classroom = None,
+    save: _Tables = None,
+) -> None:
+    """Grade a homework, or a schedule against its pars.
+
+    By what it runs, never by what it prints.
+
+    The exit code is 0 if everything passed, 1 if something failed, and 2 if something could not be graded or Ctrl-C
+    stopped it. The submission runs in a process with limits; on Linux, in a sandbox if bubblewrap is installed.
+    """
+    grades: list[Grade] = []
+    try:
+        require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
+        for path in filter(None, (json, classroom50)):
+            files.require_writable(path)
+        homework, target = _named(targets or [])
+        where, name = _split(target)
+        pars = settings(par or [], "--par")
+        schedule, cost = name if par or name else None, asdict(times.cost())
+        points = _points(marks, homework) if marks else {}
+        assignment = Assignment(
+            schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant, homework, points
+        )
+        limits = Limits(seconds or HOMEWORKS[homework].seconds, memory)
+        if gradescope is not None:
+            gradescope.mkdir(parents=True, exist_ok=True)
+        if where is None:
+            _untargeted(assignment, limits, name, gradescope, bool(targets))
+            return
+        main = HOMEWORKS[homework].file
+        alone = gradescope is not None or classroom50 is not None
+        found, skipped = submissions(where, alone, main)
+        several = not (alone or where.is_file() or (where / main).exists())
+        if several and not sandbox():
+            echo(_OPEN, error=True)
+        for each, why in skipped.items():
+            echo(clean(f"skipped: {each} ({why})"))
+        width = max(len(each.name) for each in found) if several else 0
+        results = gradescope and gradescope / "results.json"
+        forms = ((json, report.as_json), (results, report.gradescope), (classroom50, report.classroom50))
+
+        def graded() -> Iterator[dict[str, Grade]]:
+            for each in _shown(grade(found, assignment, limits, workers), width):
+                grades.append(each)
+                with suppress(OSError):  # a disk that is full now may not be so at the end
+                    _save(grades, several, skipped, forms, save)
+                yield {}
+
+        _, complete = finished(graded(), len(found), "graded")
+        if several:
+            show(report.failures(grades), None)
+        for path in _save(grades, several, skipped, forms, save):
+            wrote(path)
+    except (PipelabError, OSError) as error:
+        echo(folded(f"could not grade: {error}"), error=True)
+        if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows its own error
+            failed = Grade(" ".join(targets or ["no file"]), reason=f"could not grade: {error}")
+            wrote(_write_json(gradescope / "results.json", report.gradescope(failed)))
+        raise typer.Exit(2) from error
+    if not complete or any(each.ambiguous for each in grades):
+        raise typer.Exit(2)
+    if classroom50 is None and not all(each.passed for each in grades):  # there, 1 says that the grader has failed
+        raise typer.Exit(1)
+
+
+_OPEN = (
+    "bubblewrap is missing here, or may not start: submissions can read your files, use the network and end your "
+    "processes\n  try: sudo apt install bubblewrap; or grade in a container"
+)
+_Forms = Sequence[tuple[Path | None, Callable[[Grade], dict[str, Any]]]]
+
+
+def _save(
+    grades: Sequence[Grade], several: bool, skipped: Mapping[str, str], forms: _Forms, tables: Sequence[Path] | None
+) -> list[Path]:
+    """Write all files with the grades so far; return their paths."""
+    written = [
+        _write_json(path, [*map(form, grades)] if several else form(grades[0]))
+        for path, form in forms
+        if path is not None and (grades or several)
+    ]
+    return written + [report.table(grades, skipped).save(path) for path in tables or []]
+
+
+def _write_json(path: Path, value: Any) -> Path:
+    return files.write(path, notation.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _untargeted(assignment: Assignment, limits: Limits, name: str, gradescope: Path | None, named: bool) -> None:
+    """Write Gradescope's archive, or print the points of the homework that was named."""
+    homework = assignment.homework
+    marks = assignment.weighed().marks(homework)
+    if gradescope is not None:
+        given = marks if assignment.points else ""
+        wrote(report.write_bundle(gradescope, homework, name, _options(assignment, limits), given))
+    elif named:
+        echo(marks)
+    else:
+        raise UsageError("name a file, such as pipelab grade pipeline_homework.py")
+
+
+def _named(targets: Sequence[str]) -> tuple[str, str | None]:
+    """Return the homework and the target that are named; the file's name may say which homework it is.
+
+    Example:
+        >>> _named(["hw4", "handed_in"]), _named(["my.py:Mine"]), _named(["hw4"])
+        (('hw4', 'handed_in'), ('hw4', 'my.py:Mine'), ('hw4', None))
+    """
+    named = [each for each in targets[:1] if each in HOMEWORKS]
+    target, *more = [*targets[len(named) :], None]
+    if len(more) > 1:
+        raise UsageError(f"{target} and {more[0]}: grade one file or folder at a time")
+    path = Path(target or "")
+    usual = (name for name, each in HOMEWORKS.items() if path.name == each.file or (path / each.file).exists())
+    return next(iter([*named, *usual]), "hw4"), target
+
+
+def _points(path: Path, homework: str) -> dict[str, int]:
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    if not isinstance(read.get(homework), dict):
+        raise UsageError(f"{path} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
+    points: dict[str, int] = read[homework]
+    return points
+
+
+def _split(target: str | None) -> tuple[Path | None, str]:
+    """Return the path in a target, and the name of a schedule if it has one.
+
+    Example:
+        >>> _split("my.py:MySchedule")[1], _split("handed_in/:MySchedule")[1], _split("pipeline_homework.py")[1]
+        ('MySchedule', 'MySchedule', '')
+    """
+    if target is None:
+        return None, ""
+    path, colon, name = target.rpartition(":")
+    return (Path(path), name) if colon and name.isidentifier() and not Path(target).exists() else (Path(target), "")
+
+
+def _options(assignment: Assignment, limits: Limits) -> list[str]:
+    """Return the options that grade in the same way again, on Gradescope."""
+    options: dict[str, object] = {"--seed": assignment.seed, "--seconds": limits.seconds, "--memory": limits.memory}
+    options |= {"--variant": assignment.variant} if assignment.variant else {}
+    if assignment.schedule is not None:
+        options |= {"--ranks": assignment.ranks, "--microbatches": assignment.microbatches}
+        options |= {"--order": assignment.order, "--transport": assignment.transport}
+    usual = asdict(Cost())
+    repeated = [("--par", each) for each in assignment.pars.items()]
+    repeated += [("--cost", (name, value)) for name, value in assignment.cost.items() if value != usual[name]]
+    words = [word for option, value in options.items() for word in (option, str(value))]
+    return words + [word for option, (name, value) in repeated for word in (option, f"{name}={value}")]
+
+
+def _shown(grades: Iterator[Grade], width: int) -> Iterator[Grade]:
+    """Print each grade as soon as it is there: in one line, after a name of this width, or in full if it is 0."""
+    for each in grades:
+        if width:
+            echo(clean(f"{each.submission:{width}}  {report.as_line(each)}"))
+        elif each.ambiguous:
+            echo(folded(f"could not grade: {each.submission}: {each.reason}"), error=True)
+        else:
+            echo(clean(report.as_text(each), keep="\n"))
+        yield each

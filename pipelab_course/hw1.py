@@ -1,0 +1,405 @@
+"""Homework 1: data parallelism, measured: speed-up, efficiency, Amdahl's law, and three experiments.
+
+Examples:
+    >>> fit = fit_amdahl({1: 100.0, 2: 60.0, 4: 40.0})
+    >>> f"{fit.serial:.0%}, {fit.speed_up(4):.2f} times as fast, at most {fit.limit:.1f}, residual {fit.residual:.2f}"
+    '20%, 2.50 times as fast, at most 5.0, residual 0.00'
+    >>> [run.label for run in runs(["small"], [1, 2])]
+    ['small, DDP', 'small, DDP', 'small, DataParallel']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median, quantiles, stdev
+from typing import Any
+
+import torch
+
+from pipelab.cli.believing import LEGEND, believable, quoted
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.errors import UsageError
+from pipelab_course.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
+
+Row = Mapping[str, Any]
+
+PRESETS = {"small": (1024, 2), "laptop": (2048, 4), "large": (8192, 8)}
+"""The width and depth of each model; large has 2 GB of parameters, and laptop is what a laptop has time for instead."""
+
+EXPERIMENTS = {
+    "delay": "every process sleeps 10 ms in each step: Amdahl's law",
+    "batch": "batches of 32 to 256 on the largest number of processes",
+    "straggler": "rank 0 alone sleeps 20 ms in each step",
+}
+"""The three experiments."""
+
+_DELAY_MS, _STRAGGLER_MS = 10.0, 20.0
+_BATCHES = (32, 64, 128, 256)
+_TIMED = ("step_ms", "p10_ms", "p90_ms", "stdev_ms", "rows_per_s", "communication", "utilisation", "rank_ms")
+"""The figures of a row that depend on its own times; speed-up and efficiency also depend on one process's."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row to measure: a name for what is compared, and the job."""
+
+    label: str
+    model: str
+    job: Job
+
+
+def shape_of(model: str) -> tuple[int, int]:
+    """Return the width and the depth of a model: a preset's name, or both as in `512x4`."""
+    if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", model):
+        return int(found[1]), int(found[2])
+    if model not in PRESETS:
+        known = ", ".join(f"{name} ({width} x {depth})" for name, (width, depth) in PRESETS.items())
+        raise UsageError(f"model {model!r}: expected {known}, or width x depth, such as 512x4")
+    return PRESETS[model]
+
+
+def runs(
+    models: Sequence[str] = ("small", "laptop"),
+    processes: Sequence[int] = (1, 2, 4),
+    *,
+    experiment: str | None = None,
+    batch: int = 64,
+    steps: int = 35,
+    seed: int = 0,
+    threads: int = 1,
+) -> list[Run]:
+    """Return what is measured, row by row."""
+    if experiment is not None and experiment not in EXPERIMENTS:
+        raise UsageError(f"experiment {experiment!r}: expected one of {', '.join(EXPERIMENTS)}")
+    if steps < DROPPED + 2:
+        raise UsageError(f"steps={steps}: {DROPPED} are dropped, and 2 must be left; the homework asks for 30 or more")
+    counts = sorted({1, *processes})
+    most = counts[-1]
+    for rows in _BATCHES if experiment == "batch" else (batch,):
+        if odd := [count for count in counts if rows % count]:
+            raise UsageError(
+                f"a batch of {rows} cannot be shared equally by {odd[0]} processes: DDP averages their gradients, "
+                "which is right for equal shares only"
+            )
+    gpus = torch.cuda.device_count() >= most
+    planned: list[Run] = []
+    for model in dict.fromkeys(models):
+        width, depth = shape_of(model)
+        if not gpus:
+            _require_memory(model, counts)
+        job = Job(most, width, depth, batch, steps, seed, threads, gpus=gpus)
+        scaling = [Run(f"{model}, DDP", model, replace(job, processes=count)) for count in counts]
+        if experiment is None:
+            alone = replace(job, processes=1, data_parallel=True)
+            planned += [*scaling, Run(f"{model}, DataParallel", model, alone)]
+        elif experiment == "delay":
+            label = f"{model}, DDP + {_DELAY_MS:g} ms"
+            slow = [Run(label, model, replace(run.job, delay_ms=_DELAY_MS)) for run in scaling]
+            planned += [*scaling, *slow]
+        elif experiment == "batch":
+            planned += [Run(f"{model}, DDP", model, replace(job, batch=rows)) for rows in _BATCHES]
+        else:
+            late = replace(job, delay_ms=_STRAGGLER_MS, delayed=0)
+            planned += [scaling[-1], Run(f"{model}, rank 0 + {_STRAGGLER_MS:g} ms", model, late)]
+    return planned
+
+
+def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dict[str, Any]]:
+    """Measure runs one after another; yield a row for each."""
+    ones: dict[tuple[str, int, float], float] = {}  # the step time of one process, by model, batch and delay
+    for run in planned:
+        job, found = run.job, run_job(run.job, timeout)
+        times = found["times_ms"]
+        step_ms = median(times)
+        alone_ms = median(found["alone_ms"]) if found["alone_ms"] else None
+        deciles = quantiles(times, n=10, method="inclusive")
+        alike = (run.model, job.batch, job.delay_ms)
+        one = ones.setdefault(alike, step_ms) if job.processes == 1 else ones.get(alike)
+        speed_up = one / step_ms if one and found["devices"] != 0 else None  # without a GPU, DataParallel does nothing
+        yield {
+            "run": run.label,
+            "model": run.model,
+            **asdict(job),
+            "steps": job.steps - DROPPED,
+            "step_ms": step_ms,
+            "p10_ms": deciles[0],
+            "p90_ms": deciles[-1],
+            "stdev_ms": stdev(times),
+            "usual_step_off_ms": median(abs(time - step_ms) for time in times),
+            "others": found["others"],
+            "speed_up": speed_up,
+            "efficiency": speed_up / job.processes if speed_up and not job.data_parallel else None,
+            "rows_per_s": 1e3 * job.batch / step_ms,
+            "alone_ms": alone_ms,
+            "communication": None if alone_ms is None else max(0.0, 1 - alone_ms / step_ms),
+            "utilisation": None if job.gpus else tuple(found["utilisation"]),
+            "memory_mb": max(found["memory_mb"]),
+            "rank_ms": tuple(found["rank_ms"]),
+            "loss": found["loss"],
+            "data_parallel_devices": found["devices"],
+        }
+
+
+def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
+    """Return the table of measured rows, with sentences that explain it.
+
+    Its plot shows the measured speed-up, Amdahl's law as fitted, and the ideal, over the number of processes; of the
+    experiment `batch`, the time of a step and the throughput over the batch.
+    """
+    rows = _judged(rows)
+    fits = {row["run"]: fit for row in rows if (fit := _fit(rows, row["run"]))}
+    shown = [
+        {
+            **row,
+            "amdahl": fits[row["run"]].speed_up(row["processes"]) if row["run"] in fits else None,
+            "ideal": row["processes"] if row["run"] in fits else None,
+        }
+        for row in rows
+    ]
+    scaling, by_batch = experiment in (None, "delay"), experiment == "batch"
+    columns = [
+        Column("run"),
+        Column("processes"),
+        *([Column("batch")] if by_batch else []),
+        Column("step_ms", "time of a step, ms", wording.number),
+        Column("predicted_step_ms", "predicted, ms", wording.number),
+        Column("p10_ms", "p10", wording.number),
+        Column("p90_ms", "p90", wording.number),
+        Column("stdev_ms", "stdev", wording.number),
+        *([Column("speed_up", "speed-up", "{:.2f}".format)] if scaling else []),
+        *([Column("efficiency", show=wording.percent)] if scaling else []),
+        *([Column("rows_per_s", "rows per second", lambda value: wording.number(round(value)))] if by_batch else []),
+        Column("communication", "all-reduce", wording.percent),
+        Column("utilisation", "utilisation of each", wording.percents),
+        *([Column("rank_ms", "each rank's step, ms", _each_ms)] if experiment == "straggler" else []),
+        Column("memory_mb", "MB, each", lambda value: wording.number(round(value))),
+    ]
+    columns = [column for column in columns if any(row[column.key] is not None for row in shown)]
+    marked = any(row["marked"] for row in rows)
+    axes: tuple[str, Sequence[str]] = (
+        ("processes", ("speed_up", "efficiency")) if scaling else ("processes", ["step_ms"])
+    )
+    if by_batch:
+        axes = ("batch", ("step_ms", "rows_per_s"))
+    curves = {"speed_up": ("amdahl", "ideal")} if scaling else {}
+    return Table(shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, fits))
+
+
+_UNPREDICTED = (
+    "A time without a prediction is off if half of its steps differ from it by more than 15 %. A speed-up also depends "
+    "on the time of one process."
+)
+
+
+def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return rows with the time that a delay predicts, and with the figures that are marked because they are doubtful.
+
+    A delay makes a step as much longer, if it is on all processes or on one. Nothing else predicts a step's time, so
+    that the usual step is compared with the median.
+    """
+    judged: list[dict[str, Any]] = []
+    doubted: set[tuple[str, float, int]] = set()  # model, delay and batch whose one process's time is doubtful
+    for row in rows:
+        sizes = ("model", "batch", "processes", "data_parallel")
+        plain = [each["step_ms"] for each in rows if not each["delay_ms"] and all(each[i] == row[i] for i in sizes)]
+        predicted = plain[0] + row["delay_ms"] if row["delay_ms"] and plain else None
+        step = row["step_ms"]
+        found, expected = (step, predicted) if predicted else (step + row["usual_step_off_ms"], step)
+        alike = (row["model"], row["delay_ms"], row["batch"])
+        marked: tuple[str, ...] = () if believable(found, expected, row["others"]) else _TIMED
+        if marked and row["processes"] == 1 and not row["data_parallel"]:
+            doubted.add(alike)
+        if marked or alike in doubted:
+            marked += ("speed_up", "efficiency")
+        judged.append({**row, "predicted_step_ms": predicted, "marked": marked})
+    return judged
+
+
+def _each_ms(values: Sequence[float]) -> str:
+    return wording.elided(f"{value:.1f}" for value in values)
+
+
+def _fit(rows: Sequence[Row], label: str) -> Amdahl | None:
+    return fit_amdahl({row["processes"]: row["step_ms"] for row in rows if row["run"] == label})
+
+
+def _require_memory(model: str, counts: Sequence[int]) -> None:
+    """Refuse a model for which the machine's free memory is too small, counted for every process."""
+    each, free = memory_needed(*shape_of(model)), free_memory()
+    if counts[-1] * each <= free:
+        return
+    fitting = [str(count) for count in counts if count * each <= free]
+    instead = f"--processes {','.join(fitting)}, or " if len(fitting) > 1 else ""
+    raise UsageError(
+        f"{model} needs {counts[-1] * each / 1e9:.1f} GB in {counts[-1]} processes, and {free / 1e9:.1f} GB are free: "
+        f"each process holds {each / 1e9:.1f} GB of parameters, gradients, momentum and DDP's buckets; use {instead}"
+        "--model laptop"
+    )
+
+
+def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
+    """Return what is computed from the rows, in sentences with their numbers."""
+    notes = [_of_fit(label, fit, rows) for label, fit in fits.items()]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        found = _scaling(mine)
+        if "alone_ms" in found:
+            notes.append(
+                "{model}: of {last_ms} on {processes}, {all_reduce_ms} are the all-reduce and waiting for it: without "
+                "it (DDP.no_sync) a step took {alone_ms}.".format_map(found)
+            )
+        if "loss" in found:
+            notes.append(
+                "{model}: the loss of the last step was {loss}, and differs by at most {loss_range} among these rows: "
+                "all did the same training.".format_map(found)
+            )
+        if any(row["data_parallel_devices"] == 0 for row in mine):
+            notes.append(f"{model}: without a GPU, DataParallel only calls the model.")
+    return notes
+
+
+def _ms(value: float) -> str:
+    return f"{wording.number(value)} ms"
+
+
+def _took(row: Row) -> str:
+    predicted = row["predicted_step_ms"]
+    return quoted(_ms(row["step_ms"]), predicted and _ms(predicted), "step_ms" not in row["marked"])
+
+
+def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
+    one, *_, last = [row for row in rows if row["run"] == label]
+    if fit.serial >= 1:
+        return f"{label}: Amdahl's law has no serial fraction to find here."
+    missed = ""
+    if fit.residual is not None:
+        missed = (
+            f" The fit misses the measured times by {_ms(fit.residual * one['step_ms'])} (root mean square), "
+            f"{wording.percent(fit.residual)} of one process's time."
+        )
+    if abs(one["step_ms"] - last["step_ms"]) < (spread := max(one["stdev_ms"], last["stdev_ms"])):
+        missed += f" Single steps vary more than these runs, {_ms(spread)} (standard deviation): do not trust the fit."
+    elif any(row["marked"] for row in rows if row["run"] == label):
+        missed += " It is a fit to marked times: do not trust it."
+    return f"{label}: Amdahl's law fits best with a serial fraction of {wording.percent(fit.serial)}.{missed}"
+
+
+def numbers(rows: Sequence[Row], experiment: str | None = None) -> list[dict[str, str]]:
+    """Return what the homework's questions are answered with, by name, for each model."""
+    rows = _judged(rows)
+    special = {None: _data_parallel, "delay": _delay, "batch": _batch, "straggler": _straggler}[experiment]
+    models = dict.fromkeys(row["model"] for row in rows)
+    mine = [[row for row in rows if row["model"] == model] for model in models]
+    return [_scaling(each) | special(each) for each in mine]
+
+
+def _scaling(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the numbers of runs that differ in their processes only."""
+    losses = [row["loss"] for row in rows]
+    found = {"model": rows[0]["model"], "processes": _processes(rows[-1])}
+    if len({row["batch"] for row in rows}) > 1:
+        return found
+    if len(rows) > 1:
+        found |= {"loss": f"{losses[0]:.6f}", "loss_range": f"{max(losses) - min(losses):.1e}"}
+    plain = [row for row in rows if row["data_parallel_devices"] is None and not row["delay_ms"]]
+    last = max(plain, key=lambda row: row["processes"], default=None)
+    if last is None or last["processes"] == 1:
+        return found
+    found |= {
+        "processes": _processes(last),
+        "ideal": str(last["processes"]),
+        "last_ms": _took(last),
+        "all_reduce_ms": _ms(last["communication"] * last["step_ms"]),
+        "all_reduce_share": wording.percent(last["communication"]),
+        "alone_ms": _ms(last["alone_ms"]),
+        "megabytes": f"{4 * last['depth'] * (last['width'] ** 2 + last['width']) / 1e6:.1f} MB",
+        "dominates": "communication" if last["communication"] > 0.5 else "computation",
+    }
+    fit = _fit(plain, plain[0]["run"])
+    if fit is None:
+        return found
+    drops = {row["processes"]: before["efficiency"] - row["efficiency"] for before, row in pairwise(plain)}
+    worst = max(drops, key=lambda count: drops[count])
+    efficiency = {row["processes"]: wording.percent(row["efficiency"]) for row in plain}
+    found |= {"drop_at": str(worst), "drop_to": efficiency[worst], "efficiency": efficiency[last["processes"]]}
+    found["speed_up"] = quoted(f"{last['speed_up']:.2f}", None, "speed_up" not in last["marked"])
+    if fit.serial >= 1:
+        return found | {"slow_one": _took(plain[0]), "slow_last": _took(last)}
+    return found | {"serial": wording.percent(fit.serial), "limit": wording.number(fit.limit)}
+
+
+def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
+    single = next((row for row in rows if row["data_parallel_devices"] is not None), None)
+    if single is None:
+        return {}
+    last = [row for row in rows if row is not single][-1]
+    found = {
+        "dp_ms": _took(single),
+        "last_ms": _took(last),
+        "dp_mb": f"{single['memory_mb']:.0f} MB",
+        "ddp_mb": f"{last['memory_mb']:.0f} MB",
+        "ddp_all_mb": f"{last['memory_mb'] * last['processes']:.0f} MB",
+    }
+    for name, row in {"dp": single, "ddp": last}.items():
+        found[f"{name}_variance"] = f"{wording.number(row['stdev_ms'] ** 2)} ms²"
+        if row["utilisation"]:
+            found[f"{name}_busy"] = f"{sum(row['utilisation']) * row['threads']:.1f}"
+    return found | ({"no_gpu": "a single DDP process"} if single["data_parallel_devices"] == 0 else {})
+
+
+def _processes(row: Row) -> str:
+    return f"{row['processes']} process{'es' if row['processes'] > 1 else ''}"
+
+
+def _delay(rows: Sequence[Row]) -> dict[str, str]:
+    plain, slow = ([row for row in rows if (row["delay_ms"] > 0) == delayed] for delayed in (False, True))
+    before, after = (fit_amdahl({row["processes"]: row["step_ms"] for row in each}) for each in (plain, slow))
+    if before is None or after is None:
+        return {}
+    one, last, late = plain[0]["step_ms"], plain[-1]["step_ms"], slow[-1]
+    predicted = f"{(one + _DELAY_MS) / (last + _DELAY_MS):.2f}"
+    found = {"delay_without": f"{plain[-1]['speed_up']:.2f}"}
+    found["delay_with"] = quoted(f"{late['speed_up']:.2f}", predicted, "speed_up" not in late["marked"])
+    if max(before.serial, after.serial) >= 1:
+        return found | {"no_law": _ms(_DELAY_MS)}
+    return found | {
+        "delay_before": wording.percent(before.serial),
+        "delay_law": wording.percent((before.serial * one + _DELAY_MS) / (one + _DELAY_MS)),
+        "delay_one": _ms(one),
+        "delay_after": wording.percent(after.serial),
+    }
+
+
+def _batch(rows: Sequence[Row]) -> dict[str, str]:
+    first, last = rows[0], rows[-1]
+    if first is last:
+        return {}
+    more, longer = last["batch"] / first["batch"], last["step_ms"] / first["step_ms"]
+    believed = not (first["marked"] or last["marked"])
+    found = {"batch_more": f"{more:.0f}", "batch_first": str(first["batch"]), "batch_last": str(last["batch"])}
+    found["batch_longer"], found["batch_gained"] = (
+        quoted(f"{value:.2f}", None, believed) for value in (longer, more / longer)
+    )
+    if last["processes"] > 1:
+        found["batch_first_share"], found["batch_last_share"] = (
+            wording.percent(row["communication"]) for row in (first, last)
+        )
+    return found
+
+
+def _straggler(rows: Sequence[Row]) -> dict[str, str]:
+    if len(rows) < 2 or rows[0]["processes"] < 2:
+        return {}
+    plain, late = rows
+    longer = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
+    believed = not (plain["marked"] or late["marked"])
+    return {
+        "straggler_longer": quoted(_ms(late["step_ms"] - plain["step_ms"]), _ms(_STRAGGLER_MS), believed),
+        "straggler_others": f"{len(longer)} other rank{'s' * (len(longer) > 1)}",
+        "straggler_least": _ms(min(longer)),
+        "straggler_most": _ms(max(longer)),
+    }

@@ -1,0 +1,262 @@
+"""Homework 3: a stack of linear layers over several devices: where layers land, what moves, time and memory.
+
+Examples:
+    >>> evenly(20, 3), halves(7)
+    ([7, 7, 6], [3, 4])
+    >>> count_transfers([7, 7, 6])
+    Transfers(calls=20, input=1, between=2)
+    >>> rows = list(measurements([4], [2], width=8, batch=4, steps=1))
+    >>> [(row["split"], row["layers"], row["calls"], row["moves"]) for row in rows]
+    [('halves', (2, 2), 4, (1, 1)), ('even', (2, 2), 4, (1, 1))]
+    >>> print(landing([7, 7, 6]))
+    layers 0 to 6 on device 0, 7 to 13 on device 1, 14 to 19 on device 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipelab.catalogue import Naive
+from pipelab.cli.running import Job, linear_stack
+from pipelab.draw import wording
+from pipelab.draw.table import Column, Table
+from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.stage.batch import row_counts
+from pipelab_course.grading.emulated import Calls, emulated
+
+Row = Mapping[str, Any]
+_MEGABYTE = 1e6
+
+
+def halves(depth: int) -> list[int]:
+    """Return how many layers each of two devices holds if layer `i` is on the first one for `i < depth // 2`."""
+    return [depth // 2, depth - depth // 2]
+
+
+def evenly(depth: int, devices: int) -> list[int]:
+    """Return how many layers each device holds if they are spread evenly, the first devices one more."""
+    return row_counts(depth, devices)
+
+
+def usual_devices() -> list[int]:
+    """Return the numbers of devices to measure by default: all GPUs if there are several, else 2, 3 and 5."""
+    gpus = torch.cuda.device_count()
+    return [gpus] if gpus > 1 else [2, 3, 5]
+
+
+def landing(sizes: Sequence[int]) -> str:
+    """Return in words which layers are on which device."""
+    ends = list(accumulate(sizes))
+    spans = (f"{end - size} to {end - 1}" if size > 1 else str(end - 1) for size, end in zip(sizes, ends, strict=True))
+    return "layers " + ", ".join(f"{span} on device {device}" for device, span in enumerate(spans))
+
+
+class LinearStack(nn.Module):
+    """The homework's model: equal layers, of which each first brings its input to its own device with `.to()`."""
+
+    def __init__(self, width: int, devices: Sequence[torch.device | str]) -> None:
+        super().__init__()
+        self.devices = list(devices)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in devices)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output, `[rows, width]`, on the last layer's device."""
+        for layer, device in zip(self.layers, self.devices, strict=True):
+            x = layer(x.to(device))  # called for every layer; most calls find x there already
+        return x
+
+
+class Transfers(NamedTuple):
+    """What a forward pass did to bring tensors to devices.
+
+    Attributes:
+        calls: how often `Tensor.to` was called.
+        input: how many tensors were copied from the processor to a device.
+        between: how many tensors were copied from one device to another.
+    """
+
+    calls: int
+    input: int
+    between: int
+
+
+def transfers_of(forward: Callable[[], object]) -> Transfers:
+    """Count what one forward pass moves: a transfer is a copy that PyTorch makes on another device.
+
+    Example:
+        >>> transfers_of(lambda: torch.ones(2).to("cpu"))  # called, but it is there already
+        Transfers(calls=1, input=0, between=0)
+
+        A model of your own for GPUs that this machine does not have:
+
+        >>> with emulated(3):
+        ...     model = nn.Sequential(nn.Linear(8, 8).to("cuda:0"), nn.Linear(8, 8).to("cuda:2"))
+        ...     transfers_of(lambda: model[1](model[0](torch.ones(2, 8).to("cuda:0")).to("cuda:2")))
+        Transfers(calls=2, input=1, between=1)
+    """
+    with Calls() as calls:
+        forward()
+    input_copies = sum(source.type == "cpu" for source, _ in calls.moves)
+    return Transfers(calls.count, input_copies, len(calls.moves) - input_copies)
+
+
+def count_transfers(sizes: Sequence[int], width: int = 8, batch: int = 4) -> Transfers:
+    """Count what one forward pass of the homework's model moves, on any machine.
+
+    The devices are emulated: `cuda:0`, `cuda:1` and so on, whether or not this machine has them.
+    """
+    devices = [torch.device("cuda", device) for device, size in enumerate(sizes) for _ in range(size)]
+    with torch.no_grad(), emulated(len(sizes)), torch.random.fork_rng([]):
+        model = LinearStack(width, devices)
+        for layer, device in zip(model.layers, devices, strict=True):
+            layer.to(device)
+        return transfers_of(lambda: model(torch.empty(batch, width)))
+
+
+def measurements(
+    depths: Sequence[int] = (6, 12, 24),
+    devices: Sequence[int] = (2, 3, 5),
+    *,
+    width: int = 1024,
+    batch: int = 256,
+    steps: int = 5,
+) -> Iterator[dict[str, Any]]:
+    """Measure the stack for every depth: in two halves, then spread evenly over each number of devices.
+
+    The devices are this machine's GPUs; where there are none, each is a thread of the processor.
+    """
+    for depth in depths:
+        linear_stack(1, depth, max(2, *devices))  # refuses too few layers
+    for depth in depths:
+        for split, sizes in [("halves", halves(depth)), *(("even", evenly(depth, count)) for count in devices)]:
+            moved = count_transfers(sizes)
+            yield {
+                "split": split,
+                "depth": depth,
+                "devices": len(sizes),
+                "layers": tuple(sizes),
+                "calls": moved.calls,
+                "moves": (moved.input, moved.between),
+                **_measured(sizes, width, batch, steps),
+            }
+
+
+def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[str, Any]:
+    """Return the step time, and the megabytes of each device."""
+    layers = linear_stack(width, sum(sizes), len(sizes))
+    ends = list(accumulate(sizes))
+    stages = [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    plan = Naive(len(sizes), 1).plan()
+    x, y = Job(plan, layers, (batch, width)).batch()
+    with Pipeline(stages, plan, nn.functional.mse_loss, intra_op_threads=1) as pipe:
+        gpus = {each.device for each in pipe.devices if each.device.type == "cuda"}
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        pipe.step(x, y)  # the first step warms up
+        times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
+        peaks = [torch.cuda.max_memory_allocated(each.device) for each in pipe.devices if len(gpus) == len(sizes)]
+        activations = _activations(pipe.stages.modules, [each.device for each in pipe.devices], x)
+    parameters = [sum(each.nbytes for each in stage.parameters()) for stage in stages]
+    gradients = [sum(each.grad.nbytes for each in stage.parameters() if each.grad is not None) for stage in stages]
+    totals = [sum(parts) / _MEGABYTE for parts in zip(parameters, gradients, activations, strict=True)]
+    return {
+        "step_time_ms": median(times),
+        "memory_mb": tuple(totals),
+        "most_mb": max(totals),
+        "parameters_mb": tuple(each / _MEGABYTE for each in parameters),
+        "gradients_mb": tuple(each / _MEGABYTE for each in gradients),
+        "activations_mb": tuple(each / _MEGABYTE for each in activations),
+        "allocator_peak_mb": tuple(each / _MEGABYTE for each in peaks) or None,
+    }
+
+
+def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x: torch.Tensor) -> list[int]:
+    """Return how many bytes each stage's forward saves for its backward, without its parameters.
+
+    Each stage counts its input: a copy on its own device, even where devices are threads and share the memory.
+    """
+    found: list[int] = []
+    for stage, device in zip(stages, devices, strict=True):
+        parameters = {each.untyped_storage().data_ptr() for each in stage.parameters()}
+        saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
+
+        def pack(tensor: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = stage(x.to(device)).detach()
+        found.append(sum(storage.nbytes() for address, storage in saved.items() if address not in parameters))
+    return found
+
+
+_NOTES = (
+    "Counted in one forward pass on emulated GPUs: a call of Tensor.to counts as a call, and one that names another "
+    "device than the tensor's as a transfer. Without GPUs, each device is a thread "
+    "of the processor, and nothing really moves.",
+    "MB: parameters, gradients, and what a forward of the whole batch saves for its backward, counted from the "
+    "tensors. An optimizer would add its own state.",
+)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of measured rows. Its plot is over the depths if there are several, else over the devices."""
+    several = len({row["depth"] for row in rows}) > 1
+
+    def label(row: Row) -> str:
+        if row["split"] == "halves":
+            return "i < depth // 2"
+        return f"even, {_devices(row)}" if several else "even"
+
+    columns = [
+        Column("model", "layers placed"),
+        Column("depth"),
+        Column("devices"),
+        Column("layers", "layers on each device", wording.elided),
+        Column("calls", "calls of .to()"),
+        Column("moves", "that copy: input + between", lambda moves: " + ".join(map(str, moves))),
+        Column("step_time_ms", "time of a step, ms", wording.number),
+        Column("memory_mb", "MB on each device", _megabytes),
+        Column("most_mb", "most on one, MB", lambda value: _megabytes([value])),
+    ]
+    if any(row["allocator_peak_mb"] for row in rows):
+        columns.append(Column("allocator_peak_mb", "allocator's peak, MB", _megabytes))
+    axes = ("depth" if several else "devices", ("step_time_ms", "most_mb"))
+    return Table([{"model": label(row), **row} for row in rows], columns, axes=axes, notes=_NOTES)
+
+
+def _devices(row: Row) -> str:
+    return f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+
+
+def _megabytes(values: Sequence[float]) -> str:
+    return wording.elided(f"{value:.1f}" for value in values)
+
+
+def numbers(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the homework's questions are answered with, by name: of the largest depth, and along all depths."""
+    if not rows:
+        return {}
+    last = rows[-1]
+    ones = [row for row in rows if row["depth"] == last["depth"]]
+    found = {"depth": str(last["depth"]), "calls": str(last["calls"]), "crossings": str(last["moves"][1])}
+    found |= {row["split"]: landing(row["layers"]) for row in ones}
+    few, many = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
+    for name, row in {"few": few, "many": many}.items():
+        found[name] = _devices(row)
+        found[f"{name}_ms"] = f"{wording.number(row['step_time_ms'])} ms"
+        found[f"{name}_mb"] = f"{_megabytes([row['most_mb']])} MB"
+        found[f"{name}_copies"] = str(sum(row["moves"]))
+    if many["step_time_ms"] < 0.9 * few["step_time_ms"]:
+        found["shorter"] = f"{wording.number(few['step_time_ms'] - many['step_time_ms'])} ms"
+    first = next(row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"]))
+    if first is not last:
+        found |= {"flattest": str(first["depth"]), "deepest": f"{last['depth']} layers"}
+        found["ratio"] = f"{last['step_time_ms'] / first['step_time_ms']:.1f}"
+    return found

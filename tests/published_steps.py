@@ -15,8 +15,8 @@ from typing import Any
 
 from pipelab.layouts.devices import device
 from pipelab.layouts.estimate import Estimate, Layout
+from pipelab.layouts.published import published
 from pipelab.layouts.transformer import Transformer
-from pipelab.simulation.published import published
 
 GPT = {"vocab": 51200, "sequence": 2048, "gated": False, "flash": False, "dropout": True, "tied": True}
 

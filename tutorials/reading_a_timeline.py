@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import pipelab
+from pipelab.hub import profiles
 
 SLOW = 2  # do not look
 stages = pipelab.emulated(4, [16 if s == SLOW else 10 for s in range(4)], [32 if s == SLOW else 20 for s in range(4)])
@@ -127,7 +128,7 @@ assert bound > 8 * 48  # what the slow stage has to do
 
 # %%
 folder = Path(globals().get("__file__", ".")).parent / "somebodys_job"
-job = pipelab.Trace.load(f"{folder}/rank*.json.gz")
+job = profiles.load(f"{folder}/rank*.json.gz")
 job
 
 # %%

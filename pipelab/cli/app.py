@@ -72,7 +72,7 @@ from pipelab.cli.printing import (
 from pipelab.cli.targets import existing
 from pipelab.draw import differences, text
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
-from pipelab.hub import chakra, torchtitan
+from pipelab.hub import chakra, profiles, torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -277,7 +277,7 @@ def compare(
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
         if other:
-            loaded = pipelab.Trace.load(other)
+            loaded = profiles.load(other)
             traces.append(theirs := in_unit_of(loaded, traces[0]))
             if loaded.unit and not traces[0].unit and traces[0] is not subjects[0]:
                 say(f"Your times have no unit, so all of {other} are scaled to as much work: try --unit {loaded.unit}")

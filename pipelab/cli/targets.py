@@ -19,6 +19,7 @@ from typing import Any
 from pipelab.catalogue import beside, schedules
 from pipelab.errors import PipelabError, UsageError
 from pipelab.files import text_of
+from pipelab.hub import profiles
 from pipelab.plan.csv_notation import is_plan, lines_of, read_rows
 from pipelab.plan.fault import in_a_library, line_of_function, students_line
 from pipelab.plan.plan import Plan
@@ -145,7 +146,7 @@ def _read(target: str, given: dict[str, Any]) -> Plan | Trace:
             found = Plan.from_csv(existing(target))
         else:
             file = trace[1] if has_magic(trace[1]) else existing(trace[1])
-            found = Trace.load(file, None if trace[2] is None else int(trace[2]))
+            found = profiles.load(file, None if trace[2] is None else int(trace[2]))
     superfluous = [option for option, value in given.items() if value]
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan

@@ -4,4 +4,5 @@
 - `devices`: devices, their links, and collectives on them
 - `estimate`: a layout's step, term by term
 - `search`: every layout that fits, the quickest first
+- `published`: published training set-ups, and their MFU
 """

@@ -14,6 +14,7 @@ from pipelab.catalogue.bases import Looped
 from pipelab.checking.memory import Memory
 from pipelab.errors import UsageError
 from pipelab.layouts.devices import Device, Group
+from pipelab.layouts.published import mfu
 from pipelab.layouts.transformer import Layer, Transformer
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
@@ -22,7 +23,6 @@ from pipelab.simulation.clock import first_replica, simulate
 from pipelab.simulation.cost import Cost
 from pipelab.simulation.links import Links
 from pipelab.simulation.memory import MemoryUse, memory_use
-from pipelab.simulation.published import mfu
 from pipelab.trace.trace import Trace
 
 Made = TypeVar("Made")
@@ -470,7 +470,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """The model FLOPs utilisation, 0 to 1; see `pipelab.simulation.published.mfu`."""
+        """The model FLOPs utilisation, 0 to 1; see `pipelab.layouts.published.mfu`."""
         sequences = self.layout.replicas * self.layout.microbatches * self.layout.microbatch
         return mfu(self.model.flops(sequences), self.seconds, self.layout.devices, self.device.peak)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelab.errors import FormatError, UsageError
 from pipelab.files import read_text
-from pipelab.simulation.published import model_flops
+from pipelab.layouts.published import model_flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,5 +10,4 @@
 - `optimum`: `optimum`: the best order, and whether it is proven
 - `memory`: `memory_use`: how many bytes every rank holds, and when it passes a cap
 - `comparison`: `compare` traces, and find the critical path
-- `published`: published training set-ups, and their MFU
 """

@@ -5,7 +5,6 @@
 - `ledger`: why ranks were idle, and how long for which reason
 - `diff`: why one trace takes longer than another, action by action
 - `replay`: a trace with other times, and its critical path
-- `profiles`: what the profiler wrote of each rank of PyTorch's own pipelining, as one trace
 - `reading`: saved traces, validated
 - `waits`: what each action waited for
 """

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import glob
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipelab.checking.checker import require_legal
-from pipelab.errors import FormatError, UsageError
+from pipelab.errors import FormatError
 from pipelab.files import read_text
 from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.binding import After
@@ -31,20 +28,6 @@ _BEHIND = ("queued", "giver", "needer")
 """What follows for a transfer that stood behind another one: how long, and which."""
 
 
-def found_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that a path, a pattern or a list of paths names; of a pattern, `rank10` after `rank9`."""
-    if not isinstance(path, (str, os.PathLike)):
-        if not (paths := [Path(each) for each in path]):
-            raise UsageError("an empty list of files: give the file of each rank")
-        return paths
-    if Path(path).exists() or not glob.has_magic(str(path)):
-        return [Path(path)]
-    found = sorted(map(Path, glob.glob(str(path))), key=lambda each: (len(str(each)), str(each)))
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, "no file has such a name", str(path))
-    return found
-
-
 def read_json(path: Path) -> Any:
     """Return the data of a JSON file, packed with gzip or not."""
     text = read_text(path)
@@ -54,6 +37,17 @@ def read_json(path: Path) -> Any:
         raise FormatError(f"{path} is not a trace: its lists are nested too deeply") from None
     except ValueError as error:
         raise FormatError(f"{path} is not a trace: it is not JSON: {error}") from error
+
+
+def read_saved(path: Path, data: object) -> dict[str, Any]:
+    """Return the arguments of `Trace` from the data of a file that `Trace.save` wrote."""
+    try:
+        return read(data)
+    except FormatError as error:
+        tries = "pipelab simulate 1f1b --save example.json, which writes one"
+        if isinstance(data, dict) and "traceEvents" in data:
+            tries = "pipelab.hub.profiles.load, which reads PyTorch's profiles"
+        raise FormatError(f"{path} is not a trace saved by pipelab: {error}\n  try: {tries}") from error
 
 
 def read(data: object) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.display import show
-from pipelab.errors import FormatError, UsageError, clean
+from pipelab.errors import clean
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
 from pipelab.trace.ledger import Idle, Ledger, idle_times
-from pipelab.trace.profiles import is_profile, read_profiles
-from pipelab.trace.reading import FORMAT, VERSION, found_files, read, read_json
+from pipelab.trace.reading import FORMAT, VERSION, read, read_json, read_saved
 from pipelab.trace.waits import critical_path, crossings, waits
 
 if TYPE_CHECKING:
@@ -315,37 +314,15 @@ class Trace:
         return show(self, "save", path, width)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:
-        """Read a trace that `save` wrote as `json`, or PyTorch's profiles of a job that does not use pipelab.
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace that `save` wrote as `json`, packed with gzip or not.
 
-        A profile is what `torch.profiler` writes with `export_chrome_trace`, one file for each rank. It shows a step of
-        `torch.distributed.pipelining`: see [Read a trace of another job](../profiles.md).
-
-        Args:
-            path: the file, packed with gzip or not. For profiles, the files of all ranks: a list, or a pattern such as
-                `"traces/rank*.json.gz"`.
-            step: which step of the profiles, from 0; by default the one of median length, which the trace's `note`
-                names.
+        `pipelab.hub.profiles.load` reads PyTorch's profiles: see [Read a trace of another job](../profiles.md).
 
         Raises:
-            FormatError: if the files do not hold a trace; the message says what is wrong and where.
-            UsageError: if the profiles hold no such step.
+            FormatError: if the file does not hold a trace; the message says what is wrong and where.
         """
-        paths = found_files(path)
-        data = read_json(paths[0])
-        if len(paths) > 1 or is_profile(data):
-            name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
-            later = ((str(each), read_json(each)) for each in paths[1:])  # one by one: they may be large
-            return cls(**read_profiles(chain([(str(paths[0]), data)], later), step, name))
-        if step is not None:
-            raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
-        try:
-            return cls.from_dict(data)
-        except FormatError as error:
-            raise FormatError(
-                f"{paths[0]} is not a trace saved by pipelab: {error}\n"
-                "  try: pipelab simulate 1f1b --save example.json, which writes one"
-            ) from error
+        return cls(**read_saved(Path(path), read_json(Path(path))))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files; see [the format](../how_to/other_tools.md)."""

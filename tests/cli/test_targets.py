@@ -97,7 +97,7 @@ def test_an_error_of_an_import_names_the_students_own_line(pipelab_command, fold
 
 
 def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(pipelab_command, folder):
-    profiles = Path(__file__).parents[1] / "trace" / "profiles" / "interleaved-1f1b-slow-rank-1"
+    profiles = Path(__file__).parents[1] / "hub" / "profiles" / "interleaved-1f1b-slow-rank-1"
     pattern = f"{profiles}/rank*.json.gz"
     code, output, _ = pipelab_command("draw", f"{pattern}(step=0)")
     assert code == 0

@@ -6,6 +6,7 @@ import pytest
 from processes import run_in, shown
 
 import pipelab
+from pipelab.hub import profiles
 
 pytestmark = pytest.mark.dist
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.dist
 def test_a_fresh_profile_shows_the_order_and_the_times(tmp_path, name, more, kind):
     ended = run_in(2, "profiled.py", str(tmp_path), name, "1", *more)
     assert [each.code for each in ended] == [0, 0], shown(ended)
-    trace = pipelab.Trace.load(tmp_path / "rank*.json.gz")
+    trace = profiles.load(tmp_path / "rank*.json.gz")
     action, plan = trace.plan.bound.codes.action, kind(2, 4).plan()
     ran = [[action(code) for code in row if action(code).kind != "R"] for row in trace.plan.bound.rows]
     assert ran == [[plan.bound.codes.action(code) for code in row] for row in plan.bound.rows]

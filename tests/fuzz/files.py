@@ -25,6 +25,7 @@ from pipelab.cli import app
 from pipelab.draw import figure, graph, text
 from pipelab.draw.page import page
 from pipelab.errors import FormatError, PipelabError
+from pipelab.hub import profiles
 from pipelab.trace.waits import waits
 
 SLOW = 20
@@ -157,7 +158,7 @@ def fuzz_trace_file(seed: int) -> str | None:
     return f"seed {seed}: {took:.0f} s" if took > SLOW else None
 
 
-PROFILES = Path(__file__).parent.parent / "trace" / "profiles"
+PROFILES = Path(__file__).parent.parent / "hub" / "profiles"
 
 
 def fuzz_profile(seed: int) -> str | None:
@@ -191,7 +192,7 @@ def fuzz_profile(seed: int) -> str | None:
         for path, held in zip(paths, files, strict=True):
             path.write_bytes(held)
         try:
-            trace = pipelab.Trace.load(paths)
+            trace = profiles.load(paths)
         except FormatError:
             return None
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-FOLDER = TESTS / "trace" / "profiles"
+FOLDER = TESTS / "hub" / "profiles"
 MADE = {
     "gpipe": ("GPipe", "none"),
     "1f1b": ("1F1B", "none", "with_stack"),

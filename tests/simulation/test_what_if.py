@@ -11,9 +11,10 @@ from strategies import costs, legal_cases
 import pipelab
 from pipelab import Cost, Trace, simulate, what_if
 from pipelab.errors import UsageError
+from pipelab.hub import profiles
 from pipelab.trace.replay import Order, listed
 
-PROFILES = Path(__file__).parent.parent / "trace" / "profiles"
+PROFILES = Path(__file__).parent.parent / "hub" / "profiles"
 
 
 def replayed(trace):
@@ -42,7 +43,7 @@ def test_all_reduces_and_pairs_run_again_as_they_did(kind, pair):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
 def test_a_measured_trace_runs_again_as_it_did(name):
-    trace = Trace.load(PROFILES / name / "rank*.json.gz")
+    trace = profiles.load(PROFILES / name / "rank*.json.gz")
     assert replayed(trace).makespan == pytest.approx(trace.makespan, rel=0.01)
 
 
@@ -66,7 +67,7 @@ def test_without_its_delay_a_slow_rank_is_as_quick_as_the_others():
 
 
 def test_the_first_stage_whose_backward_is_not_split_is_no_delay_of_anybody():
-    trace = Trace.load(PROFILES / "zbv" / "rank*.json.gz")
+    trace = profiles.load(PROFILES / "zbv" / "rank*.json.gz")
     assert what_if(trace, 0).delay < 6  # four W of 4 ms, which are whole backwards
     assert what_if(trace, 1).delay < 10  # eight I of 4 ms, where the median with the empty ones would be 2 ms
 

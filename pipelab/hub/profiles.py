@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelab.errors import FormatError, UsageError
+from pipelab.hub.clocks import Times, offsets_of
 from pipelab.plan.actions import Action, Item, Kind, Pair
-from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
-from pipelab.trace.reading import plan_of, time_of
+from pipelab.trace.reading import plan_of, read_json, read_saved, time_of
+from pipelab.trace.trace import Trace
 from pipelab.trace.waits import travelled
+
+
+def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: int | None = None) -> Trace:
+    """Read PyTorch's profiles of a job that does not use pipelab, or a trace that `Trace.save` wrote.
+
+    A profile is what `torch.profiler` writes with `export_chrome_trace`, one file for each rank. It shows a step of
+    `torch.distributed.pipelining`: see [Read a trace of another job](../profiles.md).
+
+    Args:
+        path: the files of all ranks, packed with gzip or not: a list, or a pattern such as `"traces/rank*.json.gz"`.
+        step: which step, from 0; by default the one of median length, which the trace's `note` names.
+
+    Raises:
+        FormatError: if the files do not hold a trace; the message says what is wrong and where.
+        UsageError: if the profiles hold no such step.
+    """
+    paths = _files(path)
+    data = read_json(paths[0])
+    if len(paths) == 1 and not _is_profile(data):
+        if step is not None:
+            raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
+        return Trace(**read_saved(paths[0], data))
+    name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
+    later = ((str(each), read_json(each)) for each in paths[1:])  # one by one: they may be large
+    ranks = _in_order(list(_read(chain([(str(paths[0]), data)], later))))
+    return _trace(ranks, _number(ranks, step), name)
+
+
+def _files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Return the files that a path, a pattern or a list of paths names; of a pattern, `rank10` after `rank9`."""
+    if not isinstance(path, (str, os.PathLike)):
+        if not (paths := [Path(each) for each in path]):
+            raise UsageError("an empty list of files: give the file of each rank")
+        return paths
+    if Path(path).exists() or not glob.has_magic(str(path)):
+        return [Path(path)]
+    found = sorted(map(Path, glob.glob(str(path))), key=lambda each: (len(str(each)), str(each)))
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no file has such a name", str(path))
+    return found
+
 
 # ── One rank's profile ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -86,7 +132,7 @@ class File:
     steps: list[list[Ran]] = field(default_factory=list)
 
 
-def is_profile(data: object) -> bool:
+def _is_profile(data: object) -> bool:
     """Return whether the data of a JSON file are a profiler's."""
     return isinstance(data, dict) and "traceEvents" in data
 
@@ -103,58 +149,79 @@ def base_of(path: str, data: Mapping[str, Any]) -> float:
 
 def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
     """Read one rank's events."""
-    events, about = data["traceEvents"], data.get("distributedInfo")
-    if not isinstance(events, list):
-        raise FormatError(f"{path}: 'traceEvents' is {shorten(events)}: expected a list")
-    about = about if isinstance(about, dict) else {}
     spans: dict[str, list[Span]] = defaultdict(list)
     launches: dict[int, float] = {}
-    kernels: list[tuple[int, Span, str]] = []
-    for number, event in enumerate(events):
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        name, kind, args = (event.get(key) for key in ("name", "cat", "args"))
-        if not isinstance(name, str) or not isinstance(kind, str):
-            continue
-        what = next((what for what, names in _NAMES.get(kind, {}).items() if names.fullmatch(name)), None)
-        args = args if isinstance(args, dict) else {}
-        called: Any = args.get("correlation")
-        launch = kind.endswith(("_runtime", "_driver"))
-        if what is None and not (isinstance(called, int) and (launch or kind == "kernel")):
-            continue
-        where = f"{path}: event {number}, {shorten(name)}: "
-        start = ahead + time_of(event.get("ts"), f"{where}'ts'")
-        span = start, start + max(0.0, time_of(event.get("dur"), f"{where}'dur'")), name
-        if what is not None:
-            spans[what].append(span)
-        elif launch:
-            launches[called] = start
+    ran: list[_Event] = []
+    for event in _events(path, data["traceEvents"], ahead):
+        if event.what:
+            spans[event.what].append(event.span)
+        elif event.launches:
+            launches[event.called] = event.span[0]
         else:
-            kernels.append((called, span, str(args.get("stream", event.get("tid")))))
+            ran.append(event)
     for rows in spans.values():
         rows.sort(key=lambda each: (each[0], -each[1]))
-    found = [Kernel(launches[called], *span[:2], on, span[2]) for called, span, on in kernels if called in launches]
-    found.sort(key=lambda each: each.launched)
+    known = (event for event in ran if event.called in launches)
+    kernels = [Kernel(launches[event.called], *event.span[:2], event.stream, event.span[2]) for event in known]
+    kernels.sort(key=lambda each: each.launched)
     work: dict[str, float] = defaultdict(float)
-    for each in found:
-        work[each.stream] += 0 if _COLLECTIVE.search(each.name) else each.end - each.start
-    rank, host = about.get("rank"), data.get("host_name")
+    for kernel in kernels:
+        work[kernel.stream] += 0 if _COLLECTIVE.search(kernel.name) else kernel.end - kernel.start
+    about, host = data.get("distributedInfo"), data.get("host_name")
+    about = about if isinstance(about, dict) else {}
+    rank = about.get("rank")
     return File(
         path,
         rank if isinstance(rank, int) else None,
         host if isinstance(host, str) else None,
         bool(launches) or "nccl" in str(about.get("backend")),
         spans,
-        found,
+        kernels,
         max(work, key=work.__getitem__, default=""),
     )
 
 
+class _Event(NamedTuple):
+    """An event that counts: what it shows, by `_NAMES`; or a launch, or the kernel that it called."""
+
+    what: str
+    span: Span
+    launches: bool
+    called: int
+    stream: str
+
+
+def _events(path: str, events: Any, ahead: float) -> Iterator[_Event]:
+    """Yield what counts of a file's events."""
+    if not isinstance(events, list):
+        raise FormatError(f"{path}: 'traceEvents' is {shorten(events)}: expected a list")
+    for number, event in enumerate(events):
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        name, kind, args = (event.get(key) for key in ("name", "cat", "args"))
+        if not isinstance(name, str) or not isinstance(kind, str):
+            continue
+        what = next((what for what, names in _NAMES.get(kind, {}).items() if names.fullmatch(name)), "")
+        args = args if isinstance(args, dict) else {}
+        called: Any = args.get("correlation")
+        launches = kind.endswith(("_runtime", "_driver"))
+        if what or (isinstance(called, int) and (launches or kind == "kernel")):
+            where = f"{path}: event {number}, {shorten(name)}: "
+            start = ahead + time_of(event.get("ts"), f"{where}'ts'")
+            span = start, start + max(0.0, time_of(event.get("dur"), f"{where}'dur'")), name
+            yield _Event(what, span, launches, called, str(args.get("stream", event.get("tid"))))
+
+
 def _ran(file: File) -> Iterator[Ran]:
-    """Yield what one rank ran, in order; of a schedule that names no stages, all on stage 0."""
-    spans = file.spans
+    """Return what one rank ran, in order; of a schedule that names no stages, all on stage 0."""
+    shows = _labelled if file.spans["label"] else _numbered if file.spans["single"] else _counted
+    return shows(file)
+
+
+def _labelled(file: File) -> Iterator[Ran]:
+    """Yield what PyTorch's runtime labelled."""
     arrived: dict[tuple[str, int | None, int | None], float | None] = {}
-    for start, end, name in spans["label"]:
+    for start, end, name in file.spans["label"]:
         if moved := MOVED.fullmatch(name):
             if moved[2] == "RECV":
                 arrived[moved[3], int(moved[4]), int(moved[1])] = _received(file, start, end)
@@ -162,25 +229,28 @@ def _ran(file: File) -> Iterator[Ran]:
             actions = tuple(Action.parse(text) for text in computed.groups() if text)
             keys = [("F" if each.traits.forward else "B", each.microbatch, each.stage) for each in actions]
             yield _timed(file, actions, start, end, tuple(arrived.pop(key, None) for key in keys))
-    if spans["label"]:
-        return
-    for start, end, name in spans["single"]:
+
+
+def _numbered(file: File) -> Iterator[Ran]:
+    """Yield what ScheduleGPipe labelled."""
+    for start, end, name in file.spans["single"]:
         word, number = name.split()
         action = Action("F" if word == "Forward" else "B", int(number), 0)
         if file.kernels:
             yield _timed(file, (action,), start, end, (None,))
             continue
-        sent = min((at for at, _, _ in _within(spans["send"], start, end)), default=end)  # its label ends after that
+        sent = min((at for at, _, _ in _within(file.spans["send"], start, end)), default=end)  # its label ends later
         yield _timed(file, (action,), start, sent, (_received(file, start, end),))
-    if spans["single"]:
-        return
-    for since, until, _ in spans["step"]:
+
+
+def _counted(file: File) -> Iterator[Ran]:
+    """Yield what Schedule1F1B called, counted step by step."""
+    for since, until, _ in file.spans["step"]:
         seen: Counter[str] = Counter()
-        for start, end, name in spans["frame"]:
-            if since <= start < until:
-                kind: Kind = "F" if name.endswith("forward_one_chunk") else "B"
-                yield _timed(file, (Action(kind, seen[kind], 0),), start, end, (None,))
-                seen[kind] += 1
+        for start, end, name in _within(file.spans["frame"], since, until):
+            kind: Kind = "F" if name.endswith("forward_one_chunk") else "B"
+            yield _timed(file, (Action(kind, seen[kind], 0),), start, end, (None,))
+            seen[kind] += 1
 
 
 def _timed(file: File, actions: tuple[Action, ...], start: float, end: float, arrived: tuple[float | None, ...]) -> Ran:
@@ -202,11 +272,8 @@ def _timed(file: File, actions: tuple[Action, ...], start: float, end: float, ar
 
 def _launched(file: File, start: float, end: float) -> list[Kernel]:
     """Return the kernels that the host launched in a span: a backward's are launched by another thread."""
-    low, high = (
-        find(file.kernels, at, key=lambda each: each.launched)
-        for find, at in ((bisect_left, start), (bisect_right, end))
-    )
-    return file.kernels[low:high]
+    low = bisect_left(file.kernels, start, key=lambda each: each.launched)
+    return file.kernels[low : bisect_right(file.kernels, end, key=lambda each: each.launched)]
 
 
 def _received(file: File, start: float, end: float) -> float | None:
@@ -254,83 +321,73 @@ def whole_steps(file: File) -> list[list[Ran]]:
 
 def _is_whole(step: Sequence[Ran]) -> bool:
     """Return whether every forward has its backward, or its weight gradient."""
-    places: dict[str, list[tuple[int, int]]] = {kinds: [] for kinds in ("F", "BW")}
-    for ran in step:
-        for each in ran.actions:
-            for kinds, found in places.items():
-                if each.kind in kinds:
-                    found.append((each.stage or 0, each.microbatch or 0))
-    return sorted(places["F"]) == sorted(places["BW"])
+    actions = [action for ran in step for action in ran.actions]
+    forwards, backwards = ([each for each in actions if each.kind in kinds] for kinds in ("F", "BW"))
+    return sorted(map(_place, forwards)) == sorted(map(_place, backwards))
 
 
-_NOISE = (0.0, 10.0, 100.0)
-"""By how many microseconds a value may seem to come before it was sent: each process reads the clock by itself."""
+def _place(action: Action) -> tuple[int, int]:
+    return action.stage or 0, action.microbatch or 0
 
 
-class _Times(NamedTuple):
-    """When an action ran, and when the value that it received was there, in microseconds of its rank's clock."""
-
-    start: float
-    end: float
-    arrived: float | None
-
-
-def read_profiles(files: Iterable[tuple[str, Any]], step: int | None, name: str) -> dict[str, Any]:
-    """Return the arguments of `Trace` from the files of all ranks; see `Trace.load`."""
-    read: list[File] = []
+def _read(files: Iterable[tuple[str, Any]]) -> Iterator[File]:
+    """Yield the files, with their whole steps; all times count from the first file's."""
     origin: float | None = None
     for path, data in files:
-        if not is_profile(data):
+        if not _is_profile(data):
             raise FormatError(f"{path} is not a profile, which has 'traceEvents': of saved traces, only one is read")
         base = base_of(path, data)
         origin = base if origin is None else origin
-        read.append(read_file(path, data, (base - origin) / 1e3))
-        read[-1].steps = whole_steps(read[-1])
-    read = _in_order(read)
-    counts = [len(each.steps) for each in read]
+        file = read_file(path, data, (base - origin) / 1e3)
+        file.steps = whole_steps(file)
+        yield file
+
+
+def _number(files: Sequence[File], step: int | None) -> int:
+    """Return which step to read: the one that was asked for, or that of median length."""
+    counts = [len(each.steps) for each in files]
     if len(set(counts)) > 1:
-        most, least = (read[counts.index(many)].path for many in (max(counts), min(counts)))
+        most, least = (files[counts.index(many)].path for many in (max(counts), min(counts)))
         raise FormatError(
             f"{most} holds {max(counts)} whole steps, {least} only {min(counts)}: profile the same steps on every rank"
         )
-    number = _median(read) if step is None else step
+    number = _median(files) if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < counts[0]:
         raise UsageError(f"step={shorten(step)}: the files hold {counts[0]} whole steps, from 0 to {counts[0] - 1}")
-    chosen = [each.steps[number] for each in read]
-    stages, microbatches = _sizes(read, chosen)
+    return number
+
+
+def _trace(files: Sequence[File], number: int, name: str) -> Trace:
+    """Return one step of all ranks."""
+    chosen = [each.steps[number] for each in files]
+    stages, microbatches = _sizes(files, chosen)
     try:
         plan = plan_of([[_item(ran.actions) for ran in row] for row in chosen], stages, microbatches, name)
     except FormatError as error:
         raise FormatError(f"{name}: what ran in step {number} is not a whole step of a pipeline: {error}") from error
     times = [_without_overlaps(row) for row in chosen]
-    offsets, aligned = _offsets(plan.bound, [each.host for each in read], times)
-    first = min(row[0][0] + offset for row, offset in zip(times, offsets, strict=True))
-    times = [
-        [
-            _Times(
-                (start + offset - first) / 1e3,
-                (end + offset - first) / 1e3,
-                None if arrived is None else (arrived + offset - first) / 1e3,
-            )
-            for start, end, arrived in row
-        ]
-        for row, offset in zip(times, offsets, strict=True)
-    ]
-    starts, ends = [[each.start for each in row] for row in times], [[each.end for each in row] for row in times]
-    arrived = [[each.arrived for each in row] for row in times]
-    blind = [rank for rank, each in enumerate(read) if each.on_gpu and not each.kernels]
-    of_which = "" if len(blind) == len(read) else f" on rank{'s' * (len(blind) > 1)} {ranges(blind)}"
-    which = f"step {number} of 0 to {counts[0] - 1}" if counts[0] > 1 else ""
-    return {
-        "plan": plan,
-        "starts": starts,
-        "ends": ends,
-        "unit": "ms",
-        "source": "measured",
-        "delay": travelled(plan.bound, starts, ends, arrived).__getitem__,
-        "lanes": [f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in read],
-        "note": ", ".join(filter(None, (which, aligned, f"without device times{of_which}" * bool(blind)))),
-    }
+    offsets, aligned = offsets_of(plan.bound, [each.host for each in files], times)
+    first = min(row[0].start + offset for row, offset in zip(times, offsets, strict=True))
+    shifted = [[time.moved(offset - first) for time in row] for row, offset in zip(times, offsets, strict=True)]
+    starts, ends = [[each.start for each in row] for row in shifted], [[each.end for each in row] for row in shifted]
+    return Trace(
+        plan,
+        starts,
+        ends,
+        "ms",
+        "measured",
+        delay=travelled(plan.bound, starts, ends, [[each.arrived for each in row] for row in shifted]).__getitem__,
+        lanes=[f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in files],
+        note=_note(files, number, aligned),
+    )
+
+
+def _note(files: Sequence[File], number: int, aligned: str) -> str:
+    last = len(files[0].steps) - 1
+    which = f"step {number} of 0 to {last}" if last else ""
+    blind = [rank for rank, each in enumerate(files) if each.on_gpu and not each.kernels]
+    on = "" if len(blind) == len(files) else f" on rank{'s' * (len(blind) > 1)} {ranges(blind)}"
+    return ", ".join(filter(None, (which, aligned, f"without device times{on}" * bool(blind))))
 
 
 def _in_order(files: list[File]) -> list[File]:
@@ -405,74 +462,12 @@ def _item(actions: tuple[Action, ...]) -> Item:
 # Times
 
 
-def _without_overlaps(row: Sequence[Ran]) -> list[_Times]:
+def _without_overlaps(row: Sequence[Ran]) -> list[Times]:
     """Return start, end and arrival of each action; what began on a rank before another one ended begins then."""
     times = []
     free = -inf
     for ran in row:
         start = max(ran.start, free)
         free = max(ran.end, start)
-        times += [_Times(start, free, arrived) for arrived in ran.arrived]
+        times += [Times(start, free, arrived) for arrived in ran.arrived]
     return times
-
-
-def _offsets(
-    bound: BoundPlan, hosts: Sequence[str | None], times: Sequence[Sequence[_Times]]
-) -> tuple[list[float], str]:
-    """Return what to add to the clock of each rank so that no value is used before it was made; and a remark.
-
-    Ranks on one machine share a clock. Each value that goes from one machine to another says how far the other's clock
-    must be ahead at least, and each that comes back, at most. In between, the middle is taken.
-    """
-    ended = {
-        code: end
-        for row, each in zip(bound.rows, times, strict=True)
-        for code, (_, end, _) in zip(row, each, strict=True)
-    }
-    early: dict[tuple[int, int], float] = {}
-    for rank, row in enumerate(bound.rows):
-        for code, (start, _, _) in zip(row, times[rank], strict=True):
-            for _, giver in bound.inputs(code):
-                between = bound.rank_of[giver], rank
-                early[between] = max(early.get(between, -inf), ended[giver] - start)
-    clocks = [hosts.index(host) for host in hosts]
-    if any(clocks[one] == clocks[other] and time > _NOISE[-1] for (one, other), time in early.items()):
-        clocks = [*range(len(hosts))]  # the machines have the same name, or none
-    if len(set(clocks)) == 1:
-        return [0.0] * len(hosts), ""
-    edges: dict[tuple[int, int], float] = {}
-    for (one, other), time in early.items():
-        between = clocks[one], clocks[other]
-        if between[0] != between[1]:
-            edges[between] = max(edges.get(between, -inf), time)
-    for noise in _NOISE:
-        slackened = {between: time - noise for between, time in edges.items()}
-        least = _longest(slackened, len(hosts))
-        most = _longest({(other, one): time for (one, other), time in slackened.items()}, len(hosts))
-        if least is not None and most is not None:
-            sides = [(least[clock], -most[clock]) for clock in clocks if least[clock] > -inf]
-            if len(sides) < len(clocks):
-                raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
-            error = max((high - low) / 2 for low, high in sides) + noise
-            found = [(low + high) / 2 for low, high in sides]
-            far = max(map(abs, found)) / 1e3
-            return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
-    one, other = max(edges, key=lambda between: edges[between] + edges.get(between[::-1], -inf))
-    raise FormatError(
-        f"no clocks fit: between ranks {one} and {other}, values would be used "
-        f"{(edges[one, other] + edges.get((other, one), 0)) / 1e3:.3g} ms before they were made: are the files of one "
-        "run, and of the same steps?"
-    )
-
-
-def _longest(edges: Mapping[tuple[int, int], float], nodes: int) -> list[float] | None:
-    """Return the length of the longest way from node 0 to each other one; `None` if there is a way without end."""
-    found = [0.0] + [-inf] * (nodes - 1)
-    for _ in range(nodes):
-        longer = {(one, other): found[one] + length for (one, other), length in edges.items()}
-        better = [(other, far) for (_, other), far in longer.items() if far > found[other] + 1e-3]
-        if not better:
-            return found
-        for other, far in better:
-            found[other] = max(found[other], far)
-    return None

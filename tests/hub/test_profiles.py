@@ -18,9 +18,10 @@ from fuzz.files import fuzz_profile
 from traces import assert_obeys
 
 import pipelab
-from pipelab import Trace, compare, what_if
+from pipelab import Trace, compare, simulate, what_if
 from pipelab.errors import FormatError, UsageError
 from pipelab.files import read_text
+from pipelab.hub import profiles
 from pipelab.trace.waits import half
 
 FOLDER = Path(__file__).parent / "profiles"
@@ -37,7 +38,7 @@ NOISE = 0.1
 
 
 def load(name, step=None):
-    return Trace.load(FOLDER / name / "rank*.json.gz", step)
+    return profiles.load(FOLDER / name / "rank*.json.gz", step)
 
 
 def data_of(name):
@@ -130,14 +131,14 @@ def test_a_step_that_the_profiler_did_not_see_whole_is_left_out(tmp_path, kept):
             for event in each["traceEvents"]
             if event["ph"] != "X" or (event["ts"] > first if "from" in kept else event["ts"] < second)
         ]
-    trace = Trace.load(written(tmp_path, *data))
+    trace = profiles.load(written(tmp_path, *data))
     assert trace.note == ""
     assert trace.starts == load("interleaved-1f1b", 1 if "from" in kept else 0).starts
 
 
 def test_a_saved_profile_is_loaded_as_a_trace(tmp_path):
     trace = load("1f1b")
-    assert Trace.load(trace.save(tmp_path / "trace.json")) == trace
+    assert profiles.load(trace.save(tmp_path / "trace.json")) == trace
 
 
 def test_the_page_about_profiles_says_what_its_lines_print(tmp_path, monkeypatch, capsys):
@@ -163,7 +164,7 @@ def test_the_page_about_profiles_says_what_its_lines_print(tmp_path, monkeypatch
 @pytest.mark.parametrize("ahead", [-5000, 3, 1e9])
 def test_the_clocks_of_two_machines_are_aligned(tmp_path, name, host, ahead):
     first, second = data_of(name)
-    trace = Trace.load(written(tmp_path, first, moved(second, ahead) | {"host_name": host}), 0)
+    trace = profiles.load(written(tmp_path, first, moved(second, ahead) | {"host_name": host}), 0)
     by, within = map(float, re.search(r"moved by up to (\S+) ms, aligned within (\S+) ms", trace.note).groups())
     within = within * 1.05 + NOISE
     assert by == pytest.approx(abs(ahead), rel=0.01, abs=within)
@@ -178,7 +179,7 @@ def test_clocks_that_cannot_be_aligned_are_refused(tmp_path):
     for event in second["traceEvents"]:
         event["ts"] *= 1.5
     with pytest.raises(FormatError, match="no clocks fit"):
-        Trace.load(written(tmp_path, first, second))
+        profiles.load(written(tmp_path, first, second))
 
 
 # Devices
@@ -221,7 +222,7 @@ def on_gpu(data):
 
 def test_on_a_gpu_the_times_of_its_kernels_count(tmp_path):
     data = data_of("interleaved-1f1b")
-    trace = Trace.load(written(tmp_path, *map(on_gpu, data)), 0)
+    trace = profiles.load(written(tmp_path, *map(on_gpu, data)), 0)
     origin = labels(data[0], "PP:0F0")[0]
     for event in trace.events_of(0):
         if event.action.kind != "R":
@@ -240,8 +241,8 @@ def test_a_gpus_profile_without_device_times_is_marked(tmp_path):
         return data | {"distributedInfo": data["distributedInfo"] | {"backend": "nccl"}}
 
     data = data_of("interleaved-1f1b")
-    assert Trace.load(written(tmp_path, *map(of_nccl, data)), 0).note.endswith(", without device times")
-    one = Trace.load(written(tmp_path, data[0], of_nccl(data[1])), 0)
+    assert profiles.load(written(tmp_path, *map(of_nccl, data)), 0).note.endswith(", without device times")
+    one = profiles.load(written(tmp_path, data[0], of_nccl(data[1])), 0)
     assert one.note.endswith(", without device times on rank 1")
     assert "without device times" in str(one)
 
@@ -253,13 +254,13 @@ def test_a_gpus_profile_without_device_times_is_marked(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_ranks_file_alone_is_refused(name, rank):
     with pytest.raises(FormatError, match="give the files of all ranks"):
-        Trace.load(FOLDER / name / f"rank{rank}.json.gz")
+        profiles.load(FOLDER / name / f"rank{rank}.json.gz")
 
 
 def test_the_files_of_two_replicas_are_refused():
     files = [FOLDER / "zbv" / f"rank{rank}.json.gz" for rank in (0, 1)]
     with pytest.raises(FormatError, match=r"both hold .*: give the files of one pipeline"):
-        Trace.load([*files, FOLDER / "interleaved-1f1b" / "rank0.json.gz"])
+        profiles.load([*files, FOLDER / "interleaved-1f1b" / "rank0.json.gz"])
 
 
 def test_a_schedule_that_labels_nothing_is_refused_with_what_to_do():
@@ -272,7 +273,7 @@ def test_ranks_with_different_numbers_of_steps_are_refused(tmp_path):
     (_, middle) = (event["ts"] for event in labels(second, "PP:1F0"))
     second["traceEvents"] = [event for event in second["traceEvents"] if event["ph"] != "X" or event["ts"] < middle]
     with pytest.raises(FormatError, match=r"rank0\.json holds 2 whole steps, .*rank1\.json only 1"):
-        Trace.load(written(tmp_path, first, second))
+        profiles.load(written(tmp_path, first, second))
 
 
 def test_a_broken_event_is_named(tmp_path):
@@ -281,7 +282,7 @@ def test_a_broken_event_is_named(tmp_path):
     event["ts"] = "soon"
     number = first["traceEvents"].index(event)
     with pytest.raises(FormatError, match=rf"rank0\.json: event {number}, 'PP:0F0': 'ts' is 'soon'"):
-        Trace.load(written(tmp_path, first, second))
+        profiles.load(written(tmp_path, first, second))
 
 
 def test_a_missing_action_is_named(tmp_path):
@@ -290,7 +291,7 @@ def test_a_missing_action_is_named(tmp_path):
         names = [f"PP:0{kind}3" for kind in "FBIW"]
         each["traceEvents"] = [event for event in each["traceEvents"] if event.get("name") not in names]
     with pytest.raises(FormatError, match="micro-batch 3 .*stage 0"):
-        Trace.load(written(tmp_path, first, second))
+        profiles.load(written(tmp_path, first, second))
 
 
 def test_a_small_file_that_unpacks_to_a_huge_one_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
@@ -298,11 +299,11 @@ def test_a_small_file_that_unpacks_to_a_huge_one_is_refused_before_it_fills_the_
     path.write_bytes(gzip.compress(b"[" + b"[]," * (1 << 21) + b"[]]"))
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail(f"made objects of {len(text)} characters"))
     with pytest.raises(FormatError, match=rf"unpacked from {path.stat().st_size:,}"):
-        Trace.load(path)
+        profiles.load(path)
 
 
 def test_a_trace_that_packs_as_well_as_any_is_read(tmp_path):
-    trace = pipelab.simulate(pipelab.GPipe(8, 2048), pipelab.Cost(forward=0, backward=0))
+    trace = simulate(pipelab.GPipe(8, 2048), pipelab.Cost(forward=0, backward=0))
     text = trace.save(tmp_path / "trace.json").read_text()
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(text.encode()))
@@ -312,7 +313,7 @@ def test_a_trace_that_packs_as_well_as_any_is_read(tmp_path):
 
 def test_broken_and_foreign_files_are_refused(tmp_path):
     packed = (FOLDER / "zbv" / "rank0.json.gz").read_bytes()
-    exported = pipelab.simulate(pipelab.GPipe(2, 2)).save(tmp_path / "own.perfetto.json").read_bytes()
+    exported = simulate(pipelab.GPipe(2, 2)).save(tmp_path / "own.perfetto.json").read_bytes()
     for held, words in (
         (packed[:2000], "is a gzip file, and broken"),
         (packed[:-8] + bytes(8), "is a gzip file, and broken"),
@@ -326,13 +327,15 @@ def test_broken_and_foreign_files_are_refused(tmp_path):
         path = tmp_path / "rank0.json.gz"
         path.write_bytes(held)
         with pytest.raises(FormatError, match=words):
-            Trace.load(path)
+            profiles.load(path)
+    with pytest.raises(FormatError, match="hub.profiles.load"):
+        Trace.load(FOLDER / "zbv" / "rank0.json.gz")
     with pytest.raises(FormatError, match="is not a profile"):
-        Trace.load([FOLDER / "zbv" / "rank0.json.gz", pipelab.simulate(pipelab.GPipe(2, 2)).save(tmp_path / "a.json")])
+        profiles.load([FOLDER / "zbv" / "rank0.json.gz", simulate(pipelab.GPipe(2, 2)).save(tmp_path / "a.json")])
     with pytest.raises(FileNotFoundError):
-        Trace.load(tmp_path / "nothing*.json")
+        profiles.load(tmp_path / "nothing*.json")
     with pytest.raises(UsageError, match="step"):
-        Trace.load(tmp_path / "a.json", step=1)
+        profiles.load(tmp_path / "a.json", step=1)
 
 
 def test_altered_profiles_are_refused_or_drawn():

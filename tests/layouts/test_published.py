@@ -9,7 +9,7 @@ import pytest
 
 import pipelab
 from pipelab.errors import UsageError
-from pipelab.simulation.published import mfu, model_flops, published
+from pipelab.layouts.published import mfu, model_flops, published
 
 MEGATRON = {  # GPUs, percentage of the theoretical peak, aggregate PFLOP/s: the last columns of table 1
     "megatron-39b": (512, 44, 70.8),

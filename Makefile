@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test conformance newest newest-environment light fuzz mutants lint types docs site pictures bench clean
+.PHONY: help demo test thorough course layouts conformance newest newest-environment light fuzz mutants lint types docs site pictures bench clean
 
 help: ## show this list
 	@echo "pipelab: make <target>, where target is one of"
@@ -37,7 +37,17 @@ define TESTS
 	case $$several$$alone$$ongpu$$first in *[!05]* | 555*) exit 1 ;; esac
 endef
 
-test: .venv/dev.stamp ## run all tests
+test: .venv/dev.stamp ## run the tests, a sample of each sweep: make test ARGS="-k deadlock"; TIER=3: see tests/tiers.py
+	$(TESTS)
+
+thorough: export TIER = thorough
+thorough: .venv/dev.stamp ## run all tests, with whole sweeps and at scale
+	$(TESTS)
+
+course layouts: ARGS = tests/$@ $(wildcard pipelab_$@ pipelab/$@)
+course: ## run the course's tests
+layouts: ## run the tests of layouts
+course layouts: .venv/dev.stamp
 	$(TESTS)
 
 conformance: .venv/dev.stamp ## compare every schedule with PyTorch's own: make conformance ARGS=--help
@@ -45,7 +55,6 @@ conformance: .venv/dev.stamp ## compare every schedule with PyTorch's own: make 
 
 newest newest-environment: BIN = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipelab/newest-$(PYTHON_VERSION)/bin
 newest: export PYTHONPATH = $(CURDIR)
-newest: export HYPOTHESIS_PROFILE = quick
 newest: FIRST = first=0; $(BIN)/python -m tests.conformance || first=$$?;
 newest: ONLY = torch and # a mark: see tests/conftest.py
 newest: newest-environment ## compare with the newest PyTorch, and run the tests that touch it
@@ -91,7 +100,7 @@ endef
 light: BIN = .venv-light-$(PYTHON_VERSION)/bin
 light: ## run the tests that need no PyTorch: make light PYTHON=python3.13
 	$(call ENVIRONMENT,constraints.txt,$(LIGHT_NEEDS))
-	@rm -f $(NOT_RUN); HYPOTHESIS_PROFILE=quick $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
+	@rm -f $(NOT_RUN); $(PYTEST) -n auto --maxprocesses 4 --dist worksteal -m "not browser" $(LIGHT_TESTS) $(ARGS)
 
 lint: .venv/dev.stamp ## check style and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,8 +1,4 @@
-"""What all tests share: Hypothesis draws the same examples on every run, unless asked for more.
-
-HYPOTHESIS_PROFILE=thorough python -m pytest tests        many more examples, new ones each time
-HYPOTHESIS_PROFILE=quick make test                        fewer: for `make light` with another Python, and `make newest`
-"""
+"""What all tests share. Hypothesis draws the same examples on every run; `tiers.py` says how many."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from pathlib import Path
 import pytest
 from browsing import CHROMIUM, FLAGS
 from hypothesis import HealthCheck, settings
+from tiers import EXAMPLES, TIER, runs
 
 from pipelab.cli import app
 
@@ -30,11 +27,14 @@ for name in ("COLUMNS", "PYTHONUNBUFFERED"):  # whoever runs the tests may have 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile(
-    "ci", max_examples=50, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    TIER,
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=20)
-settings.register_profile("thorough", max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(TIER)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
@@ -44,10 +44,13 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what opens a browser, and by its folder what touches PyTorch: `make newest` runs that on the newest one.
+    """Mark what opens a browser, and by its folder what touches PyTorch; leave out what this tier does not run.
 
-    The labs are left out: they start many processes, or wait for emulated devices, and run on the engine.
+    The labs do not count as touching PyTorch: they start many processes, or wait for emulated devices, and run on the
+    engine.
     """
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = filter(runs, items)
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")

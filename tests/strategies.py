@@ -11,6 +11,7 @@ import oracle
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from tiers import sampled
 
 from pipelab import Action, B, F, I, Pair, Plan, R, W, schedules
 from pipelab.plan.transfers import Order, Transport
@@ -18,20 +19,19 @@ from pipelab.plan.transfers import Order, Transport
 OF_EACH = settings(max_examples=settings.default.max_examples // 4)
 """For a property that every schedule is tried with: a quarter of the examples, with each of them."""
 
-SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 13)]
-"""Every size up to 6 ranks and 12 micro-batches."""
+SIZES = sampled((ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 13))
+"""Sizes up to 6 ranks and 12 micro-batches."""
 
+_EACH_SIZE = [
+    *((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4)),
+    *((4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)),
+]
 EVERY_SCHEDULE = [
     pytest.param(kind, ranks, microbatches, id=f"{name}-{ranks}x{microbatches}")
     for name, kind in schedules.items()
-    for ranks, microbatches in (
-        *((1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4)),
-        *((4, 3), (4, 7), (4, 8), (5, 6), (6, 12), (8, 9)),
-    )
-    if kind.refusal(ranks, microbatches) is None
+    for ranks, microbatches in sampled(size for size in _EACH_SIZE if kind.refusal(*size) is None)
 ]
 """(schedule, ranks, micro-batches): one of each, fewer micro-batches than ranks, odd ones, more ranks than cores."""
-
 
 WIRES = [{"order": order, "transport": transport} for order in get_args(Order) for transport in get_args(Transport)]
 """Every order of transfers on every transport."""

@@ -22,6 +22,7 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("part", "lines"), [("overhead", 4), ("kernels", 2), ("memory", 5), ("prediction", 5)])
 @pytest.mark.filterwarnings("ignore:half of the repeated actions differ")
 def test_every_part_of_the_gpus_benchmark_runs(benchmarks, tmp_path, capsys, part, lines):
@@ -93,6 +94,7 @@ def test_the_summary_of_the_predictions_counts_every_row_of_its_page():
     assert [f"{median(abs(float(error[:-1])) for error in errors)}" for errors in rows] == medians
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_the_engines_benchmark_runs_beside_pytorchs_own_processes(benchmarks, monkeypatch):
     module = importlib.import_module("engine")
@@ -122,6 +124,7 @@ def test_kernels_are_held_against_the_spans_of_their_rank(benchmarks):
         on_gpu.agreement(caller, trace)
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_the_memory_of_every_process_is_measured():
     command = [sys.executable, str(BENCHMARKS / "rank_memory.py"), "64", "meta"]

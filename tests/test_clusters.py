@@ -24,6 +24,7 @@ def block(kind: str) -> str:
 MANIFEST = yaml.safe_load(block("yaml"))
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_torchruns_lines_and_kubernetes_variables_start_one_job(tmp_path):
     """The first node runs the page's line; the second has what Kubeflow Trainer gives the manifest's command."""

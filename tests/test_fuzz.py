@@ -16,6 +16,7 @@ TRIES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("attack", "seed"), TRIES)
 def test_a_random_attack_finds_nothing(attack, seed):
     assert attack(seed) is None

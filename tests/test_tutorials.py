@@ -16,6 +16,7 @@ TUTORIALS = sorted(FOLDER.glob("*.py"))
 """Those of practical 9 run beside the tests of its table."""
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial_runs_and_only_its_solution_reaches_par(

@@ -69,6 +69,7 @@ def test_a_place_that_leaves_a_stage_or_a_rank_out_is_refused(place):
         building_block(ONE, 6, place)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 8), (3, 9), (4, 8), (4, 12), (4, 16)])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 6, 8, 16])
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3])

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import OF_EACH, SIZES, costs, sizes
+from tiers import sampled
 
 import pipelab
 from pipelab import Cost, ScheduleError, schedules, simulate
@@ -64,7 +65,7 @@ def meets_its_needs(kind, ranks, microbatches, per_rank):
 def test_every_schedule_accepts_the_sizes_that_meet_its_needs_and_no_others(name):
     kind = schedules[name]
     usual = kind(4, 8).stages_per_rank
-    for size in product(range(1, 9), range(1, 17)):
+    for size in sampled(product(range(1, 9), range(1, 17))):
         accepts = meets_its_needs(kind, *size, usual)
         reason = kind.refusal(*size)
         assert (reason is None) == accepts, f"{name} at {size}: {reason}"
@@ -77,6 +78,7 @@ def test_every_schedule_accepts_the_sizes_that_meet_its_needs_and_no_others(name
             assert [(fault.code, fault.message) for fault in refusal.value.faults] == [("refused", reason)]
 
 
+@pytest.mark.sweep
 @every_schedule
 @pytest.mark.parametrize("per_rank", range(1, 5))
 def test_every_schedule_accepts_the_stages_per_rank_that_meet_its_needs(name, per_rank):

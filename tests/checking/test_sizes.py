@@ -76,6 +76,7 @@ def test_rows_that_never_end_are_refused(monkeypatch, rows):
         Plan(rows())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(30)  # a look at all stages for each of them takes minutes
 def test_stages_that_nobody_runs_cost_no_more_than_others():
     few = [F(0, 0)] * 4096
@@ -100,6 +101,7 @@ def test_ranks_without_actions_cost_nothing():
     assert {fault.code for fault in check(plan)} == {"missing"}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 def test_a_backward_beside_its_halves_is_found_sixty_thousand_times():
     plan = Plan([[kind(m, 0) for m in range(60_000) for kind in (F, B, I)]])

@@ -29,6 +29,7 @@ def test_the_cycle_through_sends_and_receives_is_explained_step_by_step():
     assert (fault.rank, fault.position, fault.action) == (0, 1, F(1, 0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (4, 8)])
 def test_only_late_receives_hang_and_only_in_queues_and_simulate_refuses_what_check_refuses(name, ranks, microbatches):

@@ -23,6 +23,7 @@ from pipelab.draw import wording
 from pipelab.errors import UsageError
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", pipelab.schedules)
 def test_every_registered_schedule_checks_out(pipelab_command, name):
     code, output, _ = pipelab_command("check", name, "--ranks", "4", "--microbatches", "8")

@@ -255,6 +255,7 @@ def test_a_module_with_one_schedule_needs_no_name(pipelab_command, folder):
     assert "MySchedule(ranks=4, microbatches=8) is right" in pipelab_command("check", "mine")[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted({kind.__name__ for kind in pipelab.schedules.values()}))
 def test_a_class_of_the_catalogue_is_its_schedule(pipelab_command, name):
     for target in (name, f"pipelab.{name}"):

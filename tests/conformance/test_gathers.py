@@ -12,6 +12,7 @@ from pipelab.plan.csv_notation import cell
 SIZES = [("interleaved-1f1b", 2, 4), ("looped-bfs", 3, 6), ("zbv", 2, 6), ("1f1b", 4, 8), ("dualpipev", 2, 4)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
 @pytest.mark.parametrize("policy", ["full", "auto", "numbers"])
 @pytest.mark.parametrize("most", [2, 3])

@@ -37,6 +37,7 @@ def theirs(kind, plan, **options):
     return tuple(map(tuple, lowered_rows(made)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("order", ["pytorch", "deferred"] if VERSION >= (2, 13) else ["pytorch"])

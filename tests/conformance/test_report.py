@@ -33,6 +33,7 @@ from .steps import (
 SMALL = Grid(ranks=(1, 2, 3), microbatches=(2, 3, 4, 6), stages_per_rank=(2,), most_work=8)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_every_order_is_pytorchs_and_every_gradient_has_the_same_bits(name):
     for line in conformance([name], Grid((1, 2, 3, 4, 6), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2, 3), most_work=8)):
@@ -245,7 +246,7 @@ def test_what_this_pytorch_refuses_is_not_sent_to_its_processes(monkeypatch):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_pytorch_in_processes_executes_what_was_recorded_and_has_the_same_bits(ranks):
     """What real stages are asked to do, in processes that talk through gloo, is what the recorder says and we plan."""
     for line in conformance(ONE_COPY, Grid(ranks=(ranks,), microbatches=(2 * ranks,), most_work=0), (ranks,)):

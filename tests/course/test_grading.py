@@ -210,6 +210,7 @@ def mistaken() -> dict[str, Grade]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_fails_the_tasks_in_the_teachers_table_and_no_others(name, mistaken):
     grade = mistaken[name]

@@ -217,6 +217,7 @@ def test_a_figure_is_saved_as_its_suffix_says(trace, suffix, tmp_path):
     assert both.save(tmp_path / f"both.{suffix}").read_bytes().startswith(magic)
 
 
+@pytest.mark.thorough
 def test_65536_actions_become_pictures_of_a_few_kilobytes():
     trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
     ax = figure.plot(trace)

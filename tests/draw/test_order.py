@@ -7,7 +7,7 @@ import re
 
 import pytest
 import strategies
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelab
@@ -70,7 +70,6 @@ def test_the_picture_and_the_page_show_every_arrow_and_sentence(faults, tmp_path
 
 
 @given(strategies.catalogue_plans(), st.data())
-@settings(max_examples=60)
 def test_each_step_of_a_cycle_waits_for_the_next(plan, data):
     rows = [list(row) for row in plan.rows]
     for _ in range(data.draw(st.integers(1, 4))):

@@ -116,6 +116,7 @@ def test_a_measured_trace_begins_at_zero():
     assert lane["lane"] == "cpu"
 
 
+@pytest.mark.thorough
 def test_65536_actions_stay_below_a_megabyte_and_alike_ones_far_below():
     schedule, uneven = pipelab.OneFOneB(32, 1024), Cost(backward=[2 + rank / 1000 for rank in range(32)])
     assert len(page.page(pipelab.simulate(schedule, uneven))) < 1_000_000

@@ -113,6 +113,7 @@ def test_a_timeline_that_is_too_wide_keeps_its_begin_and_its_end_and_counts_the_
     assert max(map(len, drawn.splitlines()[1:])) <= 100
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", sorted(pipelab.schedules))
 def test_a_timeline_folded_into_bands_has_every_action_once(name, width):

@@ -20,6 +20,7 @@ from families import FAMILIES, batch, distance, loss, made, part
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_three_steps_are_those_of_plain_training(name, stages):

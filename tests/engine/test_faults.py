@@ -100,6 +100,7 @@ def fails_backward(gradient):
     return gradient.reshape(5, 5, 5)  # the student's other line
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
@@ -130,6 +131,7 @@ def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
         assert_steps(pipe, model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_exception_in_a_backward_names_its_place_and_line(name, at):

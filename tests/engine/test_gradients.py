@@ -5,7 +5,7 @@ from __future__ import annotations
 import plain
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import EVERY_SCHEDULE, in_order, legal_cases
 from torch import nn
@@ -40,6 +40,7 @@ def test_gradients_are_those_of_the_plain_loop_and_the_trace_obeys_the_plan(kind
     assert plain.difference(gradients, plain.taken(model)) <= 1e-6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "rows", "microbatches"),
     [
@@ -61,7 +62,6 @@ def test_gradients_are_those_of_the_whole_batch_however_the_rows_divide(name, ro
     torch.testing.assert_close(step.loss, loss)
 
 
-@settings(max_examples=80)
 @given(case=legal_cases(), more=st.integers(0, 3))
 def test_gradients_of_any_legal_order_add_up_in_that_order(case, more):
     plan = case.runnable

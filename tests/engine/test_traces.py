@@ -8,7 +8,7 @@ import weakref
 import plain
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import legal_cases, near
 from torch import nn
 from traces import assert_obeys, threads_of
@@ -19,7 +19,6 @@ from pipelab import Cost, GPipe, OneFOneB, Pipeline, Plan, compare, emulated, sc
 mse = nn.functional.mse_loss
 
 
-@settings(max_examples=60)
 @given(case=legal_cases())
 def test_a_measured_trace_of_any_legal_order_obeys_it(case):
     plan = case.runnable

@@ -6,11 +6,12 @@ import random
 from fractions import Fraction
 
 import pytest
+from tiers import sampled
 
 import pipelab
 from pipelab import Action, B, C, Cost, F, I, Memory, Plan, U, W, with_recompute
 
-SIZES = [(ranks, microbatches) for ranks in range(1, 11) for microbatches in range(1, 11)]
+SIZES = sampled((ranks, microbatches) for ranks in range(1, 11) for microbatches in range(1, 11))
 TIMES = [(1, 2, 1), (3, 1, 3), (1, 1, 4), (2, 7, 1)]
 """(F, B, C)."""
 
@@ -244,6 +245,7 @@ def test_running_ahead_comes_before_gathers():
     assert pipelab.check(pipelab.with_gathers(with_recompute(schedule, ahead=1), 1)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 8), (4, 8), (6, 9)])
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "zbv", "dualpipe", "interleaved-1f1b"])
 def test_running_ahead_delays_nothing_and_holds_no_more_than_allowed(kind, ranks, microbatches):

@@ -46,6 +46,7 @@ def test_a_pair_receives_before_both_halves_and_sends_after_both():
     assert pairs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("order", ["pytorch", "at-use", "deferred", "by-time"])
 def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, order):
@@ -106,6 +107,7 @@ def test_the_words_of_a_runtime_are_those_of_its_version():
     assert new[1][-2:] == ("1WAIT_SEND_B0", "1WAIT_SEND_B1")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_rank_has_more_sends_under_way_than_it_may(name, most):

@@ -122,6 +122,7 @@ def test_a_lower_cap_never_lowers_the_bound():
     assert bounds[0] == lower_bound(pipelab.ZBH1(4, 8))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("copies", [1, 2])
 def test_without_a_cap_the_bound_is_the_one_with_a_cap_that_all_activations_fit_under(name, copies):

@@ -54,6 +54,7 @@ def test_the_known_optima_come_out_proven(schedule, cost, cap, makespan):
     assert simulate(best.plan, cost).makespan == makespan
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "cap"),
     [

@@ -7,7 +7,7 @@ from operator import add, ge
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import WIRES, costs, legal_cases, near
 
 import pipelab
@@ -86,7 +86,6 @@ def test_two_transfers_of_a_rank_take_turns():
     assert [each.start for each in simulate(plan, Cost(latency=3)).transfers if each.source == 0] == [1, 2]
 
 
-@settings(max_examples=20)
 @given(legal_cases(), costs(), costs(), costs())
 def test_queues_only_delay_and_every_value_still_takes_its_time(case, forward, backward, latency):
     plan = case.plan
@@ -135,6 +134,7 @@ def test_a_pair_as_one_slot_waits_for_both_receives():
                 assert all(each.end <= starts[at] for each in trace.transfers if str(each.needer) in both)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", schedules)
 def test_the_order_by_time_costs_next_to_nothing_at_8_by_32(name):
     latency, plan = 0.1, schedules[name](8, 32).plan()
@@ -151,6 +151,7 @@ def halves(item):
     return (item.forward, item.backward) if isinstance(item, pipelab.Pair) else (item,)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 def test_by_time_is_never_longer_than_pytorchs_order(name):
     plan = near(name, 4, 8)

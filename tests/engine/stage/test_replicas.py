@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import plain
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from strategies import legal_cases
 from torch import nn
 from traces import assert_obeys
@@ -85,6 +85,7 @@ def summed_by_rank(alone, plan, stage):
 # --- gradients
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", CASES)
 def test_replicas_of_any_schedule_have_the_gradients_of_the_plain_loop(schedule):
     plan = schedule.plan()
@@ -104,7 +105,6 @@ def test_replicas_of_any_schedule_have_the_gradients_of_the_plain_loop(schedule)
         assert plain.equal(plain.taken(model), gradients)  # the same step gives the same bits
 
 
-@settings(max_examples=60)
 @given(case=legal_cases())
 def test_any_legal_plan_runs_and_has_the_gradients_of_the_plain_loop(case):
     plan = case.plan

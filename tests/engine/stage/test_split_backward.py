@@ -254,6 +254,7 @@ def plans(name, stages):
     return GPipe(stages, 3).plan(), split_plan(stages, 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [1, 2, None], ids=["one stage", "two stages", "a stage for each layer"])
 def test_gradients_of_a_split_backward_are_those_of_the_full_one_bit_for_bit(name, stages):

@@ -99,6 +99,7 @@ def listening(pids):
 ENDLESS = str(processes.SCRIPTS / "endless.py")
 
 
+@pytest.mark.thorough
 @LINUX
 @pytest.mark.parametrize("launcher", [LAUNCH, (*TORCHRUN, "PORT")], ids=["launch", "torchrun"])
 def test_the_processes_of_a_launcher_that_is_killed_end_too(start, tmp_path, launcher):
@@ -110,6 +111,7 @@ def test_the_processes_of_a_launcher_that_is_killed_end_too(start, tmp_path, lau
     wait_until(lambda: not any(map(runs, trained)))
 
 
+@pytest.mark.thorough
 @LINUX
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_listens_to_this_machine_alone_and_a_signal_to_its_launcher_ends_it(start, tmp_path, stop):

@@ -17,7 +17,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import legal_cases
 from torch import nn
@@ -70,7 +70,6 @@ def on_one_rank(case) -> Plan:
     return Plan([order], case.stages, case.microbatches)
 
 
-@settings(max_examples=25)
 @given(case=legal_cases(), more=st.integers(0, 3))
 def test_any_order_gives_the_same_bits_as_in_the_threads_engine(case, more):
     plan = on_one_rank(case)

@@ -168,6 +168,7 @@ def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine
         assert fact["reduces"] == ["0R", "1R", "0R", "1R"]
 
 
+@pytest.mark.thorough
 def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
     command = [sys.executable, "-m", "pipelab", "launch", str(processes.ROOT / "docs" / "train.py"), "--ranks", "4"]
     env = {key: value for key, value in processes.environment().items() if key != "OMP_NUM_THREADS"}

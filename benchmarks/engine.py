@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 from native import Native, linear_stack
-from timing import in_turns, milliseconds, timed
+from timing import in_turns, milliseconds, one_thread, timed
 from torch import nn
 
 import pipelab
@@ -20,12 +20,8 @@ SIZES = ((1024, 12, 2), (64, 40, 10))
 
 def measure() -> dict[str, object]:
     """Return step times in milliseconds, by width, micro-batches and contender."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return {"batch": BATCH, "rows": [row for size in SIZES for row in _width(*size)]}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:

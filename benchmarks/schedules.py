@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from statistics import median
 
 import torch
 from native import NATIVE, RANKS, Native, linear_stack
-from timing import in_turns, milliseconds, timed
+from timing import in_turns, milliseconds, one_thread, timed
 from torch import nn
 
 import pipelab
@@ -22,13 +21,9 @@ HEADINGS = {"threads": "pipelab, threads", "torch": "pipelab, torch", "native": 
 
 def measure(*, quick: bool = False) -> dict[str, object]:
     """Return step times in milliseconds, by width, schedule, micro-batches and contender; quick ones mean nothing."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         sizes = [(64, 1, 2)] if quick else SIZES
         return {"batch": BATCH, "ranks": RANKS, "rows": [row for size in sizes for row in _width(*size)]}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
@@ -42,7 +37,7 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
             plan = pipelab.schedules[name](RANKS, microbatches).plan()
             with pipelab.Pipeline(model, plan, nn.functional.mse_loss, ["cpu"] * RANKS, intra_op_threads=1) as pipe:
                 sets = {"threads": lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), steps)}
-                for engine in ("torch", "native") if _has_torch_engine() else ("native",):
+                for engine in ("torch", "native"):
                     sets[engine] = lambda name=name, m=microbatches, engine=engine: processes.steps(
                         name, m, steps, engine=engine
                     )
@@ -59,10 +54,6 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
             )
     processes.close()
     return rows
-
-
-def _has_torch_engine() -> bool:
-    return find_spec("pipelab.engine.torchrun") is not None
 
 
 def report(found: dict[str, object]) -> str:

@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 from native import linear_stack
+from timing import one_thread
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -22,16 +23,9 @@ SIZES = ((1024, 41), (512, 81), (256, 201), (128, 401), (64, 401))
 
 def measure() -> dict[str, object]:
     """Return medians in milliseconds, one processor thread for each rank."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {
-            "rows_of_a_microbatch": ROWS,
-            "stages": [_stage(*size) for size in SIZES],
-            "steps": [_steps(*size) for size in SIZES],
-        }
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread():
+        stages, steps = ([of(*size) for size in SIZES] for of in (_stage, _steps))
+        return {"rows_of_a_microbatch": ROWS, "stages": stages, "steps": steps}
 
 
 def _stage(width: int, rounds: int) -> dict[str, object]:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from statistics import median, quantiles
 
 import torch
 from torch import nn
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Give each operation of this thread one processor thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def in_turns(sets: dict[str, Callable[[], list[float]]], rounds: int) -> dict[str, list[float]]:

@@ -7,11 +7,9 @@ PyTorch's meta device.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from pipelab.engine.device.clocks import HOST, HostClock
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.device.streams import begin, finish, rank_streams
 from pipelab.engine.engine import Engine, Settings
@@ -32,24 +29,26 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, tensors_of
 from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
-from pipelab.engine.stage.tied import accumulate
+from pipelab.engine.stage.tied import Tied, accumulate
 from pipelab.engine.step import RankState, StepState, describe
-from pipelab.engine.torchrun.agreement import agree, describe_batch, gathered
-from pipelab.engine.torchrun.groups import Connections, broadcast, holders_of
-from pipelab.engine.torchrun.messages import ValueMeta, from_bytes, learn_metas, to_bytes
-from pipelab.engine.torchrun.replicas import Reducer, ReplicatedBuffers
+from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
+from pipelab.engine.torchrun.messages import Connections, ValueMeta, broadcast, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of
-from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep
+from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep, Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
-from pipelab.trace.waits import travelled
 
 _CLOCKS_SECONDS = 10.0
 """How long a comparison of clocks is valid: two machines may drift by microseconds per second."""
 
 
 class TorchEngine(Engine):
-    """Runs one rank of a plan in this process; the other ranks run in others."""
+    """Runs one rank of a plan in this process; the other ranks run in others.
+
+    `one_clock` says that all of them read the clock of one machine.
+    """
+
+    one_clock = False
 
     def __init__(
         self,
@@ -74,16 +73,12 @@ class TorchEngine(Engine):
         (self._stream,) = rank_streams([self.devices[rank]])
         self._connections = connections
         self._supervisor = supervisor
-        self._reducers: dict[int, Reducer] = {}
-        self._buffers: ReplicatedBuffers | None = None
         device = connections.transport_device
-        groups = {
-            stage: connections.shared[ranks] for stage in self.local_stages if len(ranks := plan.replicas[stage]) > 1
-        }
-        if groups:
-            own = {stage: self._runners[stage] for stage in groups}
-            self._reducers = {stage: Reducer(own[stage].module, group, device) for stage, group in groups.items()}
-            self._buffers = ReplicatedBuffers(rank, own, groups, device, settings.replicated_buffers)
+        replicated = [stage for stage in self.local_stages if len(plan.replicas[stage]) > 1]
+        groups = {stage: connections.shared[plan.replicas[stage]] for stage in replicated}
+        own = {stage: self._runners[stage] for stage in replicated}
+        self._reducers = {stage: Reducer(own[stage].module, group, device) for stage, group in groups.items()}
+        self._buffers = ReplicatedBuffers(rank, own, groups, device, settings.replicated_buffers)
         self._stages = [
             ProcessStage(self._runners[stage], first + stage, plan, rank, connections, self._reducers.get(stage))
             for route, first in routes_of(plan).items()
@@ -105,13 +100,12 @@ class TorchEngine(Engine):
         """Compare this process's call and batch with the others'; set the clocks again after a while."""
         for part in parts:
             if part.here:
-                wants = any(each.requires_grad for piece in part.pieces for each in tensors_of(piece))
-                words = [f"{part.name} {describe_batch(part.pieces)}"] + [f"{part.name} wants a gradient"] * wants
-                part.words = "; ".join(words + [f"weights {' '.join(map(repr, part.weights))}"] * bool(part.weights))
+                part.words = _words(part)
             elif known := self._parts.get(part.name):
                 part.words, part.pieces, part.weights = known.words, known.pieces, known.weights
         about = self._about(caller, learning=len(parts) > 1)
-        old = time.perf_counter_ns() - self._clock.set_at > _CLOCKS_SECONDS * 1e9
+        age_ns = time.perf_counter_ns() - self._clock.set_at
+        old = not self.one_clock and age_ns > _CLOCKS_SECONDS * 1e9
 
         def work() -> None:
             if agree(self.group, call, about, parts, int(old))[0]:
@@ -209,33 +203,30 @@ class TorchEngine(Engine):
                 for reducer in self._reducers.values():
                     reducer.begin()
                     stack.callback(reducer.end)
-            if self._buffers is not None:
-                self._buffers.begin()
+            self._buffers.begin()
             self._runtime([(each,) for each in step.inputs])
             step.look(wait=True)
             for stage in self._stages:
                 stage.presence.finish()
                 stage.refuse_overwritten()
-            if self._buffers is not None:
-                self._buffers.end()
-        if step.loss is not None:
-            self._add_up_ties()
+            self._buffers.end()
+        for tied in self.runners.ties if step.loss is not None else ():
+            self._add_up(tied)
 
-    def _add_up_ties(self) -> None:
-        """Add up the gradients of parameters that stages of several processes use."""
-        for tied in self.runners.ties:
-            holders = holders_of(tied, self.plan)
-            if self.rank not in holders:
-                continue
-            # A replicated stage has the same gradients on all its ranks: they count once.
-            found = tied.gradient(stage for stage in tied.stages if self.plan.replicas[stage][0] == self.rank)
-            if len(holders) > 1 and tied.parameter.requires_grad:
-                total = torch.zeros_like(tied.parameter) if found is None else found.to_dense()
-                sent = total.to(self._connections.transport_device).contiguous()
-                dist.all_reduce(sent, group=self._connections.shared[holders])
-                found = sent.to(total.device)
-            if found is not None:
-                accumulate(tied.parameter, found)
+    def _add_up(self, tied: Tied) -> None:
+        """Add up the gradients of a parameter that stages of several processes use."""
+        holders = holders_of(tied, self.plan)
+        if self.rank not in holders:
+            return
+        # A replicated stage has the same gradients on all its ranks: they count once.
+        found = tied.gradient(stage for stage in tied.stages if self._holder(stage) == self.rank)
+        if len(holders) > 1 and tied.parameter.requires_grad:
+            total = torch.zeros_like(tied.parameter) if found is None else found.to_dense()
+            sent = total.to(self._connections.transport_device).contiguous()
+            dist.all_reduce(sent, group=self._connections.shared[holders])
+            found = sent.to(total.device)
+        if found is not None:
+            accumulate(tied.parameter, found)
 
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for an action's values from another rank; an evaluation's backwards have none."""
@@ -390,6 +381,21 @@ class TorchEngine(Engine):
         self.attend(work, call)
 
 
+def holders_of(tied: Tied, plan: Plan) -> tuple[int, ...]:
+    """Return the ranks that hold a parameter of several stages, in order."""
+    return tuple(sorted({rank for stage in tied.stages for rank in plan.replicas[stage]}))
+
+
+def _words(part: Part) -> str:
+    """Return all of a part of the batch that must be the same on every process."""
+    words = [f"{part.name} {describe_batch(part.pieces)}"]
+    if any(tensor.requires_grad for piece in part.pieces for tensor in tensors_of(piece)):
+        words.append(f"{part.name} wants a gradient")
+    if part.weights:
+        words.append(f"weights {' '.join(map(repr, part.weights))}")
+    return "; ".join(words)
+
+
 def _mode(module: nn.Module) -> str:
     """Return the mode of a stage's layers: `"train"`, `"eval"`, or how many of them train."""
     layers = [part.training for part in module.modules() if next(part.children(), None) is None]
@@ -413,26 +419,30 @@ def _gather_state(module: nn.Module, group: dist.ProcessGroup, source: int, rece
     """Gather parameters, buffers and extra state; the stage may have new or larger buffers than in this process."""
     for parameter in module.parameters():
         _copy(parameter, group, source, receive)
-    own = dict(module.named_buffers())
     box: list[Any] = [_describe_buffers(module) if dist.get_rank(group) == source else None]
     dist.broadcast_object_list(box, group=group, group_src=source)
     buffers, extra = box[0]
+    own = dict(module.named_buffers())
     for name, (shape, dtype, persistent) in buffers.items():
-        buffer = own.pop(name, None)
-        found = _broadcast(buffer, shape, dtype, group, source)
-        if not receive:
-            continue
-        if buffer is not None and (tuple(buffer.shape), buffer.dtype) == (shape, dtype):
-            overwrite(buffer, found)
-        else:
-            owner, leaf = _owner(module, name)
-            device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-            owner.register_buffer(leaf, found.to(device), persistent)
+        found = _broadcast(own.get(name), shape, dtype, group, source)
+        if receive:
+            _set_buffer(module, name, own.pop(name, None), found, persistent)
     if receive:
         for owner, leaf in (_owner(module, name) for name in own):
             setattr(owner, leaf, None)
         for name, state in extra.items():
             _owner(module, name)[0].set_extra_state(state)
+
+
+def _set_buffer(
+    module: nn.Module, name: str, buffer: torch.Tensor | None, found: torch.Tensor, persistent: bool
+) -> None:
+    if buffer is not None and (buffer.shape, buffer.dtype) == (found.shape, found.dtype):
+        overwrite(buffer, found)
+        return
+    owner, leaf = _owner(module, name)
+    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+    owner.register_buffer(leaf, found.to(device), persistent)
 
 
 def _gather_gradients(module: nn.Module, group: dist.ProcessGroup, source: int, receive: bool) -> None:
@@ -480,159 +490,3 @@ def _describe_buffers(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
-
-
-# ── What each process needs of the others' step ───────────────────────────────────────────────────────────────────────
-
-_ROUNDS = 16
-_BUDGET_NS = 20_000_000
-"""How long a comparison of two clocks lasts if `_ROUNDS` rounds take less: a shorter round may follow."""
-
-_STOP = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The difference between this process's clock and rank 0's.
-
-    Attributes:
-        ahead_ns: how far it is ahead of rank 0's; on several machines clocks count from different moments.
-        error_ns: the largest error of `ahead_ns` on any process.
-        set_at: when it was measured, on this process's clock.
-    """
-
-    ahead_ns: int = 0
-    error_ns: int = 0
-    set_at: int = 0
-
-
-def set_clocks(group: dist.ProcessGroup) -> Clock:
-    """Compare every process's clock with rank 0's; all processes must call it.
-
-    Rank 0 asks each other process for its time, at least 16 times, and uses the shortest round: the clock was read
-    between question and answer, so in the middle of the round, with an error of half its length. A smaller difference
-    counts as none: processes on one machine share a clock.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    found = torch.zeros(size, 2, dtype=torch.int64)
-    word = torch.zeros(1, dtype=torch.int64)
-    for other in range(1, size):
-        if rank == 0:
-            length, ahead = min(_rounds(other, word, group))
-            found[other] = torch.tensor([ahead if abs(ahead) > length // 2 else 0, length // 2])
-        elif rank == other:
-            _answer(word, group)
-    dist.broadcast(found, group=group, group_src=0)
-    return Clock(int(found[rank, 0]), int(found[:, 1].max()), time.perf_counter_ns())
-
-
-def _rounds(other: int, word: torch.Tensor, group: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return the length of each round, and how far the other clock was ahead of this one."""
-    rounds: list[tuple[int, int]] = []
-    began = time.perf_counter_ns()
-    while len(rounds) < _ROUNDS or time.perf_counter_ns() - began < _BUDGET_NS:
-        asked = time.perf_counter_ns()
-        word[0] = asked
-        dist.send(word, group=group, group_dst=other)
-        dist.recv(word, group=group, group_src=other)
-        answered = time.perf_counter_ns()
-        rounds.append((answered - asked, int(word) - (asked + answered) // 2))
-    word[0] = _STOP
-    dist.send(word, group=group, group_dst=other)
-    return rounds
-
-
-def _answer(word: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send this process's time to rank 0, until it sends `_STOP`."""
-    while True:
-        dist.recv(word, group=group, group_src=0)
-        if int(word) == _STOP:
-            return
-        word[0] = time.perf_counter_ns()
-        dist.send(word, group=group, group_dst=0)
-
-
-_ARRIVED_NS = 20_000
-"""If a wait is shorter than this, the value had arrived before it."""
-
-_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | None, clock: Clock) -> StepState:
-    """Exchange times and losses; of an evaluation, the outputs. All processes must call it.
-
-    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each. Gathers
-    and frees count as actions at the end of their row.
-
-    The loss gets the values of all micro-batches; it is `None` for an evaluation.
-    """
-    holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
-    state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
-    if loss is None:
-        state.outputs = _outputs(group, holders, step)
-        return state
-    moves = Counter(move.rank for move in plan.bound.moves)
-    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.rows))
-    read, moved = step.clocks[0].nanoseconds, zip(*step.mine.moves, strict=True)
-    marks = ([*own, *next(moved, ())] for own in (step.mine.begun, step.mine.ended))
-    begun, ended = ([each - clock.ahead_ns for each in read(both)] for both in marks)
-    own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
-    for number, numbers in enumerate((begun, ended, step.waited)):
-        own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    own[3 * longest :] = _losses(plan, step)
-    every = gathered(own, group)
-    stream = step.mine.stream
-    _set_losses(loss, every[:, 3 * longest :], holders, stream.runs_on.device)
-    table = every[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
-    ranks, waited_by = [], []
-    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
-        length, last = len(codes), len(codes) + moves[rank]
-        beside: list[Sequence[Any]] = list(zip(starts[length:last], ends[length:last], strict=True))
-        ranks.append(RankState(rank, (), stream, {}, starts[:length], ends[:length], beside))
-        waited_by.append(waits[:length])
-    state.outputs = step.outputs
-    state.outputs_on = sorted(set(holders))
-    state.ranks = ranks
-    times = [each.begun for each in ranks], [each.ended for each in ranks]
-    state.travel = lambda: _travel_ms(plan, *times, waited_by)
-    state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
-    many = "es" if plan.ranks > 1 else ""
-    state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
-    return state
-
-
-def _travel_ms(
-    plan: Plan, begun: Sequence[Sequence[int]], ended: Sequence[Sequence[int]], waited: Sequence[Sequence[int]]
-) -> dict[int, float]:
-    """Return, by number of the value, how long it travelled; of a wait, until its end."""
-    rows = zip(begun, waited, strict=True)
-    arrived = [[start if wait > _ARRIVED_NS else None for start, wait in zip(*row, strict=True)] for row in rows]
-    return {value: time / 1e6 for value, time in travelled(plan.bound, begun, ended, arrived).items()}
-
-
-def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
-    outputs: list[Any] = [None] * len(holders)
-    for holder in sorted(set(holders)):
-        turns = [microbatch for microbatch, rank in enumerate(holders) if rank == holder]
-        box: list[Any] = [to_bytes([step.outputs[microbatch] for microbatch in turns])]
-        dist.broadcast_object_list(box, group=group, group_src=holder)
-        for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
-            outputs[microbatch] = output
-    return outputs
-
-
-def _losses(plan: Plan, step: ProcessStep) -> torch.Tensor:
-    """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
-    assert step.loss is not None
-    found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
-    for microbatch, value in enumerate(step.loss.values):
-        if value is not None:
-            found[0] = _LOSS_TYPES.index(value.dtype)
-            found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
-    return found
-
-
-def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
-    for microbatch, holder in enumerate(holders):
-        kind = _LOSS_TYPES[int(numbers[holder, 0])]
-        loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)

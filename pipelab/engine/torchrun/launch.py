@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
-from pipelab.engine.torchrun.store import end_with
+from pipelab.engine.torchrun.supervisor import end_with
 from pipelab.plan.fault import ScheduleError, line_of, ranges
 
 _HOST = "127.0.0.1"
@@ -33,7 +33,7 @@ _LAUNCHER = "PIPELAB_LAUNCHER"
 
 
 def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | None:
-    """Run a script in so many processes, and wait for them; forward signals to them.
+    """Run a script in so many processes, and wait for them; forward signals to them. Return a report of failures.
 
     Only this machine can reach the job: its store and its connections use the loopback device.
     """
@@ -49,15 +49,18 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
         except SignalException as stopped:
             processes.close(stopped.sigval)
             raise SystemExit(128 + stopped.sigval) from None
-        if ended and ended.failures:
-            report = decisive(ended.failures)
-            for failure in ended.failures.values():
-                if (error := _error(failure)) and report.endswith(f"\n{error}"):
-                    failure.message = "see below"
-            if "\nScheduleError: " in report:  # said by all ranks alike: exit codes and times would add nothing
-                return report
-            return f"{str(ChildFailedError(script, ended.failures)).strip()}\n\n{report}"
-    return None
+        return _report(script, ended.failures) if ended and ended.failures else None
+
+
+def _report(script: str, failures: dict[int, ProcessFailure]) -> str:
+    """Return PyTorch's report, and below it what failed first."""
+    report = decisive(failures)
+    if "\nScheduleError: " in report:  # said by all ranks alike: exit codes and times would add nothing
+        return report
+    for failure in failures.values():
+        if (error := _error(failure)) and report.endswith(f"\n{error}"):
+            failure.message = "see below"
+    return f"{str(ChildFailedError(script, failures)).strip()}\n\n{report}"
 
 
 def _end(processes: PContext, close: Callable[..., None], *how: Any) -> None:

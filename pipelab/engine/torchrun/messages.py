@@ -1,4 +1,4 @@
-"""Values and gradients as messages between processes, and which gradients are present.
+"""Values and gradients as messages between processes, which gradients are present, and the groups by which they travel.
 
 A process needs a buffer for a value before the value arrives, so it must know the shapes. It learns them on real rows:
 before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process by
@@ -13,8 +13,10 @@ GPU to read it.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -76,15 +78,10 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class ValueMeta:
-    """The tensors and the structure of a value, known before it arrives.
-
-    Attributes:
-        spec: the structure, an argument of `pytree.rebuild`.
-        parts: the meta of each tensor; `None` for a `None` in the value.
-    """
+    """The tensors and the structure of a value, known before it arrives."""
 
     spec: Spec
-    parts: tuple[TensorMeta | None, ...]
+    parts: tuple[TensorMeta | None, ...]  # `None` for a `None` in the value
 
     @property
     def learns(self) -> list[bool]:
@@ -139,8 +136,8 @@ class ValueMeta:
         )
 
     def _wanted(self, gradients: Any) -> list[tuple[TensorMeta, torch.Tensor | None]]:
-        every = gradients if isinstance(gradients, list) else [gradients]
-        return [(part, gradient) for part, gradient in zip(self._tensors, every, strict=True) if part.learns]
+        found = gradients if isinstance(gradients, list) else [gradients]
+        return [(part, gradient) for part, gradient in zip(self._tensors, found, strict=True) if part.learns]
 
     @property
     def _tensors(self) -> list[TensorMeta]:
@@ -155,30 +152,26 @@ class ValueMeta:
 def meta_of(value: Any, giver: str) -> ValueMeta:
     """Return what a receiver must know of a value, the output of the stage `giver`."""
     parts, spec = take_apart(value)
-    stranger = next((part for part in parts if not (part is None or isinstance(part, torch.Tensor))), None)
-    if stranger is not None:
+    return ValueMeta(spec, tuple(None if part is None else _meta_of_tensor(part, giver) for part in parts))
+
+
+def _meta_of_tensor(part: Any, giver: str) -> TensorMeta:
+    if not isinstance(part, torch.Tensor):
         raise EngineError(
-            f"{giver} returned an object of class {type(stranger).__name__}: between processes a stage sends tensors "
+            f"{giver} returned an object of class {type(part).__name__}: between processes a stage sends tensors "
             "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
         )
-    there = [part for part in parts if part is not None]
-    if any(hasattr(part, "to_local") for part in there):
+    if hasattr(part, "to_local"):
         raise EngineError(
             f"{giver} returned a DTensor: between processes a stage sends plain tensors only\n"
             "  try: end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
         )
-    if any(part.layout != torch.strided or part.is_nested or part.is_quantized for part in there):
+    if part.layout != torch.strided or part.is_nested or part.is_quantized:
         raise EngineError(
             f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"
             "  try: to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
         )
-    metas = [
-        None
-        if part is None
-        else TensorMeta(tuple(part.shape), part.dtype, part.requires_grad, torch.empty_like(part).stride())
-        for part in parts
-    ]
-    return ValueMeta(spec, tuple(metas))
+    return TensorMeta(tuple(part.shape), part.dtype, part.requires_grad, torch.empty_like(part).stride())
 
 
 def _fits(part: Any, expected: TensorMeta | None) -> bool:
@@ -263,28 +256,77 @@ def learn_metas(
                 value = _try(rank, runners[stage], microbatch, value, stream, learning=learning)
                 metas[stage] = meta_of(value, f"stage {stage}")
                 if there != here:
-                    sent = (metas[stage].parts, to_bytes(value))
-                    dist.send_object_list([sent], group=group, group_dst=there)
+                    dist.send_object_list([(metas[stage].parts, to_bytes(value))], group=group, group_dst=there)
             elif rank == there:
-                box: list[Any] = [None]
-                dist.recv_object_list(box, group=group, group_src=here)
-                parts, data = box[0]
-                value = from_bytes(data)
-                metas[stage] = ValueMeta(take_apart(value)[1], parts)
-                value = metas[stage].value(tensors_of(value))
+                metas[stage], value = _arrived(group, here)
     return found
+
+
+def _arrived(group: dist.ProcessGroup, source: int) -> tuple[ValueMeta, Any]:
+    """Receive another stage's output, which requires gradients where the sender's does."""
+    box: list[Any] = [None]
+    dist.recv_object_list(box, group=group, group_src=source)
+    parts, data = box[0]
+    value = from_bytes(data)
+    meta = ValueMeta(take_apart(value)[1], parts)
+    return meta, meta.value(tensors_of(value))
 
 
 def _try(rank: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool) -> Any:
     """Run a stage forward; restore its buffers and the random state."""
     given = value if stream.receive is None else stream.receive(value)
+    run: Any = runner.forward if learning else runner.evaluate  # no stage but the last needs a loss
     try:
         with unchanged([runner.module]), torch.set_grad_enabled(learning):
-            if learning:
-                return runner.forward(microbatch, given, {}, None)  # type: ignore[arg-type]  # no stage but the last needs a loss
-            return runner.evaluate(microbatch, given, {}, None)
+            return run(microbatch, given, {}, None)
     except EngineError:
         raise
     except Exception as error:
         where = (rank, runner.index, microbatch, stream.runs_on)
         raise stage_error(error, f"{runner.index}F{microbatch}", *where) from error
+
+
+# ── The groups by which messages travel ───────────────────────────────────────────────────────────────────────────────
+
+
+_ABORT_TAG = 1 << 20
+"""A tag of no message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """The groups that a process belongs to."""
+
+    everyone: dist.ProcessGroup  # all processes of this plan, connected by gloo: for small messages on the CPU
+    values: dist.ProcessGroup  # the same processes: for values between stages
+    shared: Mapping[tuple[int, ...], dist.ProcessGroup]  # by ranks, those with the same stage or shared parameter
+    transport_device: torch.device  # of the values that are sent
+    members: tuple[int, ...]  # for each rank of the plan, its process's rank in PyTorch's default group
+
+    def abort(self) -> None:
+        """Close gloo's connections immediately: a thread of this process that waits in one of its groups gets an error.
+
+        Gloo has no call for it, but a receive that times out closes all connections of its group on this process.
+        """
+        others = (self.values, *self._own_shared) if self.transport_device.type == "cpu" else ()
+        for group in dict.fromkeys((self.everyone, *others)):
+            for peer in set(range(group.size())) - {group.rank()}:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Destroy the groups, their threads and their connections; this process must not be using them."""
+        for group in {id(group): group for group in (*self._own_shared, self.values, self.everyone)}.values():
+            if group is not dist.group.WORLD and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    @property
+    def _own_shared(self) -> list[dist.ProcessGroup]:
+        """The groups in `shared` of which this process is a member."""
+        return [group for group in self.shared.values() if isinstance(group, dist.ProcessGroup)]
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:
+    """Broadcast a contiguous tensor, also of a type that the backend does not support."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)

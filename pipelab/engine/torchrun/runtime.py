@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,17 +25,11 @@ from pipelab.plan.transfers import lowered as lowering
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The parts of PyTorch's pipelining that pipelab uses.
+    """The parts of PyTorch's pipelining that pipelab uses."""
 
-    Attributes:
-        action: parses an action, `action.from_str("0F0")`.
-        runtime: the schedule class that runs any order.
-        schedules: the module, whose public `Schedule...` classes are PyTorch's native schedules.
-    """
-
-    action: Any
-    runtime: Any
-    schedules: Any
+    action: Any  # parses an action, `action.from_str("0F0")`
+    runtime: Any  # the schedule class that runs any order
+    schedules: Any  # the module, whose public `Schedule...` classes are PyTorch's native schedules
 
 
 SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -62,9 +55,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 """By module, the names that the torch engine calls, reads or replaces."""
 
-_OF_A_RUNTIME: tuple[str, ...] = ("bwd_recv_ops", "fwd_recv_ops")
-"""Attributes of a runtime."""
-
 
 @cache
 def load() -> Native:
@@ -76,21 +66,7 @@ def load() -> Native:
             except (ImportError, AttributeError):
                 raise missing(f"{module}.{name}") from None
     schedules = import_module(SCHEDULES)
-    found = Native(schedules._Action, schedules._PipelineScheduleRuntime, schedules)  # noqa: SLF001 - no public way
-    made = _smallest_runtime(found)
-    for name in _OF_A_RUNTIME:
-        if not hasattr(made, name):
-            raise missing(f"{SCHEDULES}._PipelineScheduleRuntime().{name}")
-    return found
-
-
-def _smallest_runtime(found: Native) -> Any:
-    """Return a runtime for one stage, which never runs."""
-    stage = SimpleNamespace(stage_index=0, num_stages=1, group_rank=0, group_size=1)
-    try:
-        return found.runtime([stage], 1, loss_fn=None, scale_grads=False)
-    except Exception as error:
-        raise unexpected("does not accept pipelab's orders", error) from error
+    return Native(schedules._Action, schedules._PipelineScheduleRuntime, schedules)  # noqa: SLF001 - no public way
 
 
 _TRY = (
@@ -170,32 +146,21 @@ def lowered(
     found.schedules.logger.addFilter(_quiet)
     kinds = found.schedules._ComputationType  # noqa: SLF001
     routes = routes_of(plan)
-    first_ids = [routes[tuple(plan.bound.route(microbatch))] for microbatch in range(plan.microbatches)]
     held = {stage.stage_index: stage for stage in stages}
-    waits = hasattr(kinds, "WAIT_SEND_F")  # from torch 2.15 on
-    low = lowering(replace(plan.bound, pairs=set()), "pytorch", runtime=Runtime(waits, [ACTIVE_STAGES] * plan.ranks))
-    order, words = [], ("run", "SEND", "RECV", "WAIT_SEND", *(("UNSHARD", "RESHARD", "R") if plan.bound.moves else ()))
-    for step in low.rows[rank]:
-        if step[0] not in words:
-            continue  # a word that PyTorch inserts for sharded models, which gather themselves here
-        word = found.action.from_str(low.word(("REDUCE_GRAD", step[1]) if step[0] == "R" else step))
-        stage, microbatch = word.stage_index, word.microbatch_index
-        if microbatch is None:
-            number = next(first + stage for route, first in routes.items() if route[stage] == rank)
-        else:
-            number = first_ids[microbatch] + stage
-        order.append(found.action(number, word.computation_type, microbatch))
     runtime = found.runtime(list(stages), plan.microbatches, loss_fn=None, scale_grads=False)
     for stage in stages:
         stage.stage_index_to_group_rank = {
             first + at: home for route, first in routes.items() for at, home in enumerate(route)
         }
-    runtime.pipeline_order_with_comms = {rank: order}
+    runtime.pipeline_order_with_comms = {rank: _order(plan, rank, found, routes)}
     runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
     runtime.register_custom_function(kinds.REDUCE_GRAD, lambda each, _: held[each.stage_index].perform_reduce_grad())
     runtime.register_custom_function(kinds.UNSHARD, lambda each, _: held[each.stage_index].unshard())
     runtime.register_custom_function(kinds.RESHARD, lambda each, _: held[each.stage_index].reshard())
-    runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(receiving), _Receives(receiving)
+    for name in ("fwd_recv_ops", "bwd_recv_ops"):
+        if not hasattr(runtime, name):  # then it would not wait for values by these
+            raise missing(f"{SCHEDULES}._PipelineScheduleRuntime().{name}")
+        setattr(runtime, name, _Receives(receiving))
     halted: list[Exception] = []
 
     def run(inputs: list[tuple[Any, ...]] | None) -> None:
@@ -211,3 +176,22 @@ def lowered(
             raise halted.pop()
 
     return run
+
+
+def _order(plan: Plan, rank: int, found: Native, routes: dict[tuple[int, ...], int]) -> list[Any]:
+    """Return one rank's order, with its sends and receives, as PyTorch's actions."""
+    first_ids = [routes[tuple(plan.bound.route(microbatch))] for microbatch in range(plan.microbatches)]
+    waits = hasattr(found.schedules._ComputationType, "WAIT_SEND_F")  # noqa: SLF001 - from torch 2.15 on
+    low = lowering(replace(plan.bound, pairs=set()), "pytorch", runtime=Runtime(waits, [ACTIVE_STAGES] * plan.ranks))
+    order, words = [], ("run", "SEND", "RECV", "WAIT_SEND", *(("UNSHARD", "RESHARD", "R") if plan.bound.moves else ()))
+    for step in low.rows[rank]:
+        if step[0] not in words:
+            continue  # a word that PyTorch inserts for sharded models, which gather themselves here
+        word = found.action.from_str(low.word(("REDUCE_GRAD", step[1]) if step[0] == "R" else step))
+        stage, microbatch = word.stage_index, word.microbatch_index
+        if microbatch is None:
+            number = next(first + stage for route, first in routes.items() if route[stage] == rank)
+        else:
+            number = first_ids[microbatch] + stage
+        order.append(found.action(number, word.computation_type, microbatch))
+    return order

@@ -6,30 +6,31 @@ failure        the first failure: which rank, and what happened
 status/<rank>  what this process is doing, written every few seconds while it is in a call
 exit/<rank>    how this process left: it closed its pipeline, or ended
 done/<rank>    this process has read the failure, or has left: it does not need the store any more
+
+PyTorch's calls of a store run in a thread too, because some wait for ever, and not even Ctrl-C ends them.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import queue
+import signal
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from pipelab.engine.torchrun.store import (
-    AnsweringStore,
-    SilentStoreError,
-    communication_thread,
-    torchrun_holds_the_store,
-)
-from pipelab.engine.worker import Outcome, Outcomes, outcomes
+from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import (
     BatchError,
     EngineError,
@@ -49,23 +50,26 @@ _PATIENCE_SECONDS = 5.0
 """How long a process waits before it looks for dead ranks, and how often it publishes its status."""
 _GRACE_SECONDS = 1.0
 """How long a process that lost a connection looks for the dead rank; how long a dead rank's last values may take."""
+_LINGERING_SECONDS = 3.0
+"""How long a process that fails waits until the others have read its failure, before it raises."""
+_EXIT_SECONDS = 5.0
+"""How long a process that ends waits for threads that run PyTorch's code."""
+_SETTLING_SECONDS = 0.25
+"""How long it waits for PyTorch's own threads, which release tensors a little later."""
+_PARENT_SECONDS = 1.0
+"""How often a process looks whether its launcher runs."""
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 10.0, 300.0
+"""The limits of the time for an answer of the store, whatever timeout a pipeline has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The progress of a piece of work: functions that its supervisor calls while it runs.
+    """The progress of a piece of work: functions that its supervisor calls while it runs."""
 
-    Attributes:
-        describe: returns what this process is doing, as in "rank 0 waits …".
-        progress: returns something that changes with every progress of the work.
-        peer: returns the rank that the work receives from or sends to now, if it does.
-        computing: returns whether an action runs, rather than waits.
-    """
-
-    describe: Callable[[], str]
-    progress: Callable[[], object] = lambda: None
-    peer: Callable[[], int | None] = lambda: None
-    computing: Callable[[], bool] = lambda: False
+    describe: Callable[[], str]  # what this process is doing, as in "rank 0 waits …"
+    progress: Callable[[], object] = lambda: None  # changes with every progress of the work
+    peer: Callable[[], int | None] = lambda: None  # the rank that the work receives from or sends to now
+    computing: Callable[[], bool] = lambda: False  # whether an action runs, rather than waits
 
 
 class Supervisor:
@@ -125,13 +129,13 @@ class Supervisor:
         self._end_thread()
         if self.over:
             return
-        if error is None:
-            self.over = "this pipeline is closed: make a new one, or use it inside its with block"
-            self._announce_exit.detach()
-            self.abort = lambda: None  # the old one keeps connections alive
-            self._failures.announce_exit("it closed its pipeline without this call, which every process must make")
-        else:
+        if error is not None:
             self._fail(f"rank {self.rank} is gone: its script raised {error!r}")
+            return
+        self.over = "this pipeline is closed: make a new one, or use it inside its with block"
+        self._announce_exit.detach()
+        self.abort = lambda: None  # the old one keeps connections alive
+        self._failures.announce_exit("it closed its pipeline without this call, which every process must make")
 
     def line(self) -> str:
         """Return the line that the work runs, of the student's own code if possible."""
@@ -161,14 +165,14 @@ class Supervisor:
         message = f"nothing moved on rank {self.rank} for {seconds:.3g} s: it {status.describe()}"
         statuses = {} if status.computing() else self._failures.statuses(self._calls)
         silent = [rank for rank, other in statuses.items() if other is None]
-        busy = [(rank, other) for rank, other in statuses.items() if other and other.computing]
+        busy = [(rank, other.doing) for rank, other in statuses.items() if other and other.computing]
         culprit = self.rank
         if silent:
             culprit, names = silent[0], ", ".join(map(str, silent))
             message = f"no sign of rank {names} in this call: not made there, stopped, or cut off\n  {message}"
         elif busy:
-            culprit, other = busy[0]
-            message = f"rank {culprit} holds up the others: it {other.doing}\n  {message}"
+            culprit, doing = busy[0]
+            message = f"rank {culprit} holds up the others: it {doing}\n  {message}"
         self._fail(message, culprit)
         raise StepTimeoutError(message)
 
@@ -176,22 +180,25 @@ class Supervisor:
         """Report an error of the work and raise it; if a connection was lost, raise a `RankError` instead."""
         connections = ("gloo/transport", "NCCL error")  # what PyTorch says if it loses one
         lost = isinstance(error, dist.DistError) or any(word in str(error) for word in connections)
-        if isinstance(error, PipelabError) or not lost:
-            message = str(error) if isinstance(error, PipelabError) else f"{type(error).__name__}: {error}"
-            self._fail(message if isinstance(error, StageError) else f"rank {self.rank} failed: {message}")
-            raise error
+        if lost and not isinstance(error, PipelabError):
+            self._stop(self._behind_a_lost_connection(error, status), status, error)
+        message = str(error) if isinstance(error, PipelabError) else f"{type(error).__name__}: {error}"
+        self._fail(message if isinstance(error, StageError) else f"rank {self.rank} failed: {message}")
+        raise error
+
+    def _behind_a_lost_connection(self, error: BaseException, status: Status) -> Failure:
+        """Return what another rank reports of itself, or which one is dead, or the rank at the connection's end."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while (failure := self._failures.first_failure()) is None:
+        while time.monotonic() <= deadline:
+            if failure := self._failures.first_failure():
+                return failure
             if dead := self._failures.find_dead_rank():
-                failure = self._failures.report(*dead)
-            elif time.monotonic() > deadline:
-                rank = status.peer()
-                name = "another process" if rank is None else f"rank {rank}"
-                message = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
-                failure = self._failures.report(-1 if rank is None else rank, message)
-            else:
-                time.sleep(_POLL_SECONDS)
-        self._stop(failure, status, error)
+                return self._failures.report(*dead)
+            time.sleep(_POLL_SECONDS)
+        rank = status.peer()
+        name = "another process" if rank is None else f"rank {rank}"
+        message = f"{name} is gone: a connection to it was lost ({str(error).splitlines()[0]})"
+        return self._failures.report(-1 if rank is None else rank, message)
 
     def _stop(self, failure: Failure, status: Status, cause: BaseException | None = None) -> NoReturn:
         """End this pipeline for good because another process failed; raise a `RankError`."""
@@ -215,34 +222,16 @@ class Supervisor:
 # ── What the processes report to each other ───────────────────────────────────────────────────────────────────────────
 
 
-_LINGERING_SECONDS = 3.0
-"""How long a process that fails waits until the others have read its failure, before it raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The failure of a rank.
-
-    Attributes:
-        rank: which one; -1 if unknown.
-        message: what happened.
-        alive: whether its process still runs.
-    """
+class Failure(NamedTuple):
+    """What happened to a rank (-1 if unknown), and whether its process still runs."""
 
     rank: int
     message: str
     alive: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedStatus:
-    """What a process was doing a few seconds ago.
-
-    Attributes:
-        call: the number of the call it was in.
-        doing: a description of what it was doing.
-        computing: whether it was running an action, rather than waiting.
-    """
+class PublishedStatus(NamedTuple):
+    """In which call a process was a few seconds ago, what it was doing, and whether that was computing, not waiting."""
 
     call: int
     doing: str
@@ -256,13 +245,13 @@ class Failures:
         self._store = store
         self._rank = rank
         self._everyone = everyone
-        self._others = [each for each in range(len(everyone)) if each != rank]
+        self._others = [other for other in range(len(everyone)) if other != rank]
         self._holds_store = rank == 0 and not torchrun_holds_the_store()
 
     def first_failure(self) -> Failure | None:
         """Return the first failure; `None` if none is known."""
         try:
-            return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
+            return Failure(*json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
         except SilentStoreError as error:
             return Failure(-1, f"{error}: its host, or the network to it, is gone", alive=False)
         except RuntimeError:
@@ -272,7 +261,7 @@ class Failures:
         """Record that a rank failed, and wait a little until all others have read it; return the first failure."""
         failure = Failure(rank, message, alive)
         with suppress(RuntimeError):  # the store may be gone with the process that held it
-            self._store.compare_set("failure", "", json.dumps(asdict(failure)))  # an earlier failure stays
+            self._store.compare_set("failure", "", json.dumps(failure))  # an earlier failure stays
             failure = self.first_failure() or failure
         self.acknowledge(failure)
         return failure
@@ -307,7 +296,7 @@ class Failures:
     def publish(self, status: PublishedStatus) -> None:
         """Record what this process is doing."""
         with suppress(RuntimeError):
-            self._store.set(f"status/{self._rank}", json.dumps(asdict(status)))
+            self._store.set(f"status/{self._rank}", json.dumps(status))
 
     def statuses(self, call: int) -> dict[int, PublishedStatus | None]:
         """Return the status of each other rank in call number `call`; `None` for a rank without one."""
@@ -315,7 +304,7 @@ class Failures:
         with suppress(RuntimeError):
             for rank in self._others:
                 key = f"status/{rank}"
-                status = PublishedStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+                status = PublishedStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
                 found[rank] = status if status and status.call >= call else None
         return found
 
@@ -339,3 +328,93 @@ def _runs(pid: int) -> bool:
     except (OSError, IndexError):  # another user's process, or a system without /proc
         return True
     return state not in "ZX"
+
+
+# ── The store, and the threads in which a process communicates ────────────────────────────────────────────────────────
+
+
+class SilentStoreError(dist.DistStoreError):
+    """The store does not answer: the process that holds it hangs, or the network is cut."""
+
+
+class AnsweringStore:
+    """A store that answers in time or raises: PyTorch's waits for ever if the network is cut."""
+
+    def __init__(self, store: Any, timeout: float | None) -> None:
+        self._store = store
+        self.seconds = min(max(timeout or _LONGEST_SECONDS, _SHORTEST_SECONDS), _LONGEST_SECONDS)
+        self._silent: SilentStoreError | None = None
+        self._thread = communication_thread("pipelab-store", threads=1)
+        weakref.finalize(self, self._thread.end)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method of the store: `set`, `get`, `check` or `compare_set`."""
+        return lambda *given: self._ask(partial(getattr(self._store, name), *given))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Return the store's answer; raise a `SilentStoreError` if it does not answer now, or did not before."""
+        if self._silent:
+            raise self._silent
+        try:
+            return answer(self._thread, question, self.seconds)
+        except SilentStoreError as error:
+            self._silent = error
+            raise
+
+
+def answer(thread: Worker, question: Callable[[], Any], seconds: float | None) -> Any:
+    """Ask a store in a thread; return its answer, or raise a `SilentStoreError` after so many seconds."""
+    done: Outcomes = queue.SimpleQueue()
+    thread.do(question, done)
+    for outcome, waited in outcomes(done, lambda: None, seconds):
+        if outcome is not None:
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome.result
+        if seconds is not None and waited >= seconds:
+            raise SilentStoreError(f"this job's store has not answered for {seconds:g} s")
+    raise AssertionError  # outcomes never end
+
+
+def torchrun_holds_the_store() -> bool:
+    """Return whether torchrun has started this process and holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+_threads: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def communication_thread(name: str, threads: int) -> Worker:
+    """Return a thread for communication; a process that ends waits for it."""
+    thread = Worker(name, threads)
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait a while for threads in PyTorch's code: one that returns while Python shuts down would abort the process.
+
+    Most return soon, because the processes that they wait for end too.
+    """
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_threads):
+        thread.idle.wait(max(0.0, deadline - time.monotonic()))
+    if any(worker.thread.is_alive() for worker in list(_threads)):
+        time.sleep(_SETTLING_SECONDS)
+
+
+@cache
+def end_with(parent: int) -> None:
+    """End this process soon after its parent, the launcher: one that was killed has not ended its processes."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        with suppress(OSError):
+            sys.stderr.write("pipelab: the launcher is gone, so this process ends\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_EXIT_SECONDS)  # for a script that handles the signal
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pipelab-launcher", daemon=True).start()

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import pipelab.engine.torchrun.supervisor
 from pipelab import BatchError, RankError, StepTimeoutError, UsageError
-from pipelab.engine.torchrun.store import AnsweringStore
-from pipelab.engine.torchrun.supervisor import Failure, Failures, PublishedStatus, Status, Supervisor
+from pipelab.engine.torchrun.supervisor import AnsweringStore, Failure, Failures, PublishedStatus, Status, Supervisor
 
 HERE = {"host": "node-a", "processes": "pid:[1]"}
 
@@ -77,7 +76,7 @@ def test_an_answering_store_passes_on_what_the_store_answers_and_raises():
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(silent, monkeypatch):
-    monkeypatch.setattr("pipelab.engine.torchrun.store._SHORTEST_SECONDS", 0.2)
+    monkeypatch.setattr("pipelab.engine.torchrun.supervisor._SHORTEST_SECONDS", 0.2)
     failures = Failures(AnsweringStore(silent, timeout=0.1), 0, everyone(os.getpid(), os.getpid()))
     words = "this job's store has not answered for 0.2 s: its host, or the network to it, is gone"
     assert failures.first_failure() == Failure(-1, words, alive=False)
@@ -234,7 +233,7 @@ WORKS = Status(lambda: "was at work")
 
 
 def test_a_process_ends_well_where_its_store_was_never_asked():
-    code = "import torch.distributed as dist; from pipelab.engine.torchrun.store import AnsweringStore"
+    code = "import torch.distributed as dist; from pipelab.engine.torchrun.supervisor import AnsweringStore"
     code += "; store = AnsweringStore(dist.HashStore(), None)"
     subprocess.run([sys.executable, "-c", code], check=True, env=processes.environment(), timeout=60)
 

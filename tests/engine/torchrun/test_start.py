@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipelab import RankError
-from pipelab.engine.torchrun.start import introduce, process_info, warn_of_other_weights
-from pipelab.engine.torchrun.store import prefix_store
+from pipelab.engine.torchrun.start import introduce, prefix_store, process_info, warn_of_other_weights
 
 SAME = {
     "plan": ["2 ranks, 2 stages, 2 micro-batches"],

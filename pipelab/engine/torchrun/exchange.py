@@ -1,0 +1,282 @@
+"""What all processes exchange: their calls and batches before a step, times and losses after it, and their clocks.
+
+A process that makes another call, or has rows of another shape, would make the others wait for ever, or send messages
+that do not fit their buffers. A process that was given no inputs or no targets learns their shapes here: in a second
+operation, when they are new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipelab.engine.device.clocks import HOST, HostClock
+from pipelab.engine.stage.batch import Part
+from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.pytree import described, map_tensors, take_apart, tensors_of
+from pipelab.engine.step import RankState, StepState
+from pipelab.engine.torchrun.messages import from_bytes, to_bytes
+from pipelab.engine.torchrun.stage import ProcessStep
+from pipelab.errors import BatchError
+from pipelab.plan.plan import Plan
+from pipelab.trace.waits import travelled
+
+_SAMPLE = 16
+"""How many numbers of a row, or of a parameter, are looked at: another seed changes them all."""
+
+
+def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return every process's tensor, `[processes, ...]`, all of one shape."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return torch.stack(found)
+
+
+# ── Do all processes mean the same step? ──────────────────────────────────────────────────────────────────────────────
+
+
+def agree(group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: int = 0) -> list[int]:
+    """Return every process's `aside`, once all have made the same call with the same batch."""
+    two = [*parts, *[Part("", here=False)] * (2 - len(parts))]
+    error = next(filter(None, (part.error for part in parts)), None)
+    texts = (f"{call} {error or ''}", about, *(part.words for part in two))
+    samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two]
+    table = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, aside]), group)
+    columns: list[list[int]] = table.T.tolist()
+    words_differ = any(len(set(column)) > 1 for column in columns[:4])
+    if words_differ or any(map(_differ, columns[4:6])):
+        _compare(group, [call, *about.split("; ")], two, columns[4:6])
+    if error is not None:
+        raise error
+    return columns[6]
+
+
+def _differ(samples: Sequence[int]) -> bool:
+    """Return whether processes have different rows; a sample is zero where a process was given none."""
+    return len(set(samples) - {0}) > 1
+
+
+def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], samples: list[list[int]]) -> None:
+    """Raise what is wrong, or how the processes differ; if they do not, complete the parts that are not here."""
+    given = [(part.words, _on("meta", part.pieces), part.weights) if part.here else None for part in parts]
+    wrong = [(type(part.error), str(part.error)) for part in parts if part.error is not None]
+    rows: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, (head, given, wrong), group=group)
+    for rank, (*_, errors) in enumerate(rows):
+        for kind, message in errors:
+            raise kind(f"rank {rank}: {message}")
+    agreed = [next(filter(None, column), None) for column in zip(*(theirs for _, theirs, _ in rows), strict=True)]
+    calls = []
+    for theirs, parcels, _ in rows:
+        known = [parcel or usual for parcel, usual in zip(parcels, agreed, strict=True)]
+        calls.append([*theirs, *(parcel[0] for parcel in known if parcel)])
+    for column in samples:
+        if _differ(column) or any(call != calls[0] for call in calls):
+            raise BatchError(_difference(calls, column))
+    for part, found in zip(parts, agreed, strict=True):
+        if not part.here and found is not None:
+            part.words, part.pieces, part.weights = found[0], _on("cpu", found[1]), found[2]
+
+
+def _on(device: str, pieces: list[Any]) -> list[Any]:
+    """Return micro-batches of the same shapes, with any numbers, or none on the device "meta"."""
+    like = partial(torch.empty_like, device=device)
+    return [map_tensors(lambda tensor: like(tensor, requires_grad=tensor.requires_grad), piece) for piece in pieces]
+
+
+def describe_batch(microbatches: Sequence[Any]) -> str:
+    """Return the structure of a batch, and the shapes and types of its parts, micro-batch by micro-batch."""
+    counts = Counter(map(_describe_piece, microbatches))
+    return " and ".join(f"{count} x {text}" for text, count in counts.items())
+
+
+def _describe_piece(piece: Any) -> str:
+    parts, spec = take_apart(piece)
+    words = ", ".join(described(part) if isinstance(part, torch.Tensor) else str(part) for part in parts)
+    return words if isinstance(piece, torch.Tensor) else f"{words} in {spec}"
+
+
+def sample_of(microbatches: Sequence[Any]) -> bytes:
+    """Return a few numbers of a batch's first and last row, by which different rows are noticed."""
+    first, last = tensors_of(microbatches[0]), tensors_of(microbatches[-1])
+    return b"".join(map(few_numbers, [*(tensor[0] for tensor in first), *(tensor[-1] for tensor in last)]))
+
+
+def few_numbers(tensor: torch.Tensor) -> bytes:
+    """Return a few numbers of a tensor, from its beginning to its end."""
+    flat = tensor.detach().reshape(-1)
+    few = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
+    return bytes(few.view(torch.uint8).tolist())
+
+
+def _number(data: bytes) -> int:
+    """Return 63 bits that are the same for the same data on every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
+
+
+def _difference(calls: Sequence[Sequence[str]], samples: Sequence[int]) -> str:
+    """Return how the first ranks that differ from rank 0 do so: in their calls, or else in the numbers of the batch."""
+    others = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    if others:
+        theirs, ours = calls[others[0]], calls[0]
+        only_theirs = "; ".join(part for part in theirs if part not in ours) or "nothing more"
+        only_ours = "; ".join(part for part in ours if part not in theirs) or "nothing more"
+        return (
+            f"rank {', '.join(map(str, others))}: {only_theirs}; rank 0: {only_ours}\n"
+            "  every process must run the same script on the same batches, and make every call of a pipeline"
+        )
+    first = next(rank for rank, sample in enumerate(samples) if sample)
+    others = [rank for rank, sample in enumerate(samples) if sample not in (0, samples[first])]
+    return (
+        f"rank {', '.join(map(str, others))} has other rows than rank {first}, of the same shape: every process, "
+        "replicas too, must have the same batches\n  try: no DistributedSampler, and the same seed for what shuffles "
+        "the data: torch.manual_seed(0), or a DataLoader's generator"
+    )
+
+
+# ── Clocks of several machines ────────────────────────────────────────────────────────────────────────────────────────
+
+_ROUNDS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """How far this process's clock is ahead of rank 0's: on several machines, clocks count from different moments."""
+
+    ahead_ns: int = 0
+    error_ns: int = 0  # the largest error of `ahead_ns` on any process
+    set_at: int = 0  # on this process's clock
+
+
+def set_clocks(group: dist.ProcessGroup) -> Clock:
+    """Compare every process's clock with rank 0's; all processes must call it.
+
+    Rank 0 asks each other process for its time, some times, and uses the shortest round: the clock was read between
+    question and answer, so in the middle of the round, with an error of half its length. A smaller difference counts as
+    none: processes on one machine share a clock.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    found = torch.zeros(size, 2, dtype=torch.int64)
+    for other in range(1, size):
+        if rank == 0:
+            length, ahead = min(_ask(other, group) for _ in range(_ROUNDS))
+            found[other] = torch.tensor([ahead if abs(ahead) > length // 2 else 0, length // 2])
+        elif rank == other:
+            _answer(group)
+    dist.broadcast(found, group=group, group_src=0)
+    return Clock(int(found[rank, 0]), int(found[:, 1].max()), time.perf_counter_ns())
+
+
+def _ask(other: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the length of a round, and how far the other clock was ahead of this one."""
+    word = torch.zeros(1, dtype=torch.int64)
+    asked = time.perf_counter_ns()
+    dist.send(word, group=group, group_dst=other)
+    dist.recv(word, group=group, group_src=other)
+    answered = time.perf_counter_ns()
+    return answered - asked, int(word) - (asked + answered) // 2
+
+
+def _answer(group: dist.ProcessGroup) -> None:
+    """Send this process's time to rank 0 whenever it asks."""
+    word = torch.zeros(1, dtype=torch.int64)
+    for _ in range(_ROUNDS):
+        dist.recv(word, group=group, group_src=0)
+        word[0] = time.perf_counter_ns()
+        dist.send(word, group=group, group_dst=0)
+
+
+# ── What each process needs of the others' step ───────────────────────────────────────────────────────────────────────
+
+_ARRIVED_NS = 20_000
+"""If a wait is shorter than this, the value had arrived before it."""
+
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | None, clock: Clock) -> StepState:
+    """Exchange times and losses; of an evaluation, which has no loss, the outputs. All processes must call it.
+
+    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each. Gathers
+    and frees count as actions at the end of their row.
+    """
+    holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
+    state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
+    if loss is None:
+        state.outputs = _outputs(group, holders, step)
+        return state
+    moves = Counter(move.rank for move in plan.bound.moves)
+    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.rows))
+    own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
+    for number, numbers in enumerate((*_times(step, clock), step.waited)):
+        own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
+    own[3 * longest :] = _losses(plan, step)
+    found = gathered(own, group)
+    stream = step.mine.stream
+    _set_losses(loss, found[:, 3 * longest :], holders, stream.runs_on.device)
+    table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
+    ranks, waited = [], []
+    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
+        length, last = len(codes), len(codes) + moves[rank]
+        beside: list[Sequence[Any]] = list(zip(starts[length:last], ends[length:last], strict=True))
+        ranks.append(RankState(rank, (), stream, {}, starts[:length], ends[:length], beside))
+        waited.append(waits[:length])
+    state.ranks, state.outputs, state.outputs_on = ranks, step.outputs, sorted(set(holders))
+    times = [rank.begun for rank in ranks], [rank.ended for rank in ranks]
+    state.travel = lambda: _travel_ms(plan, *times, waited)
+    state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
+    many = "es" if plan.ranks > 1 else ""
+    state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
+    return state
+
+
+def _times(step: ProcessStep, clock: Clock) -> list[list[int]]:
+    """Return when this process's actions, then its moves, began and ended, on rank 0's clock."""
+    moved = zip(*step.mine.moves, strict=True)
+    marks = ([*own, *next(moved, ())] for own in (step.mine.begun, step.mine.ended))
+    return [[reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(both)] for both in marks]
+
+
+def _travel_ms(
+    plan: Plan, begun: Sequence[Sequence[int]], ended: Sequence[Sequence[int]], waited: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """Return, by number of the value, how long it travelled; of a wait, until its end."""
+    rows = zip(begun, waited, strict=True)
+    arrived = [[start if wait > _ARRIVED_NS else None for start, wait in zip(*row, strict=True)] for row in rows]
+    return {value: time / 1e6 for value, time in travelled(plan.bound, begun, ended, arrived).items()}
+
+
+def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:
+    outputs: list[Any] = [None] * len(holders)
+    for holder in sorted(set(holders)):
+        turns = [microbatch for microbatch, rank in enumerate(holders) if rank == holder]
+        box: list[Any] = [to_bytes([step.outputs[microbatch] for microbatch in turns])]
+        dist.broadcast_object_list(box, group=group, group_src=holder)
+        for microbatch, output in zip(turns, from_bytes(box[0]), strict=True):
+            outputs[microbatch] = output
+    return outputs
+
+
+def _losses(plan: Plan, step: ProcessStep) -> torch.Tensor:
+    """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
+    assert step.loss is not None
+    found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
+    for microbatch, value in enumerate(step.loss.values):
+        if value is not None:
+            found[0] = _LOSS_TYPES.index(value.dtype)
+            found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
+    return found
+
+
+def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
+    for microbatch, holder in enumerate(holders):
+        kind = _LOSS_TYPES[int(numbers[holder, 0])]
+        loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)

@@ -37,6 +37,8 @@ TESTS = {
     "plan/binding": f"{CHECKED} plan/test_strangers checking/test_sizes test_schedule",
     "checking/checker": f"{CHECKED} checking/test_deadlock test_schedule",
     "checking/rules": f"{CHECKED} checking/test_sizes",
+    "checking/mistakes": f"{CHECKED} checking/test_sizes",
+    "checking/residency": "checking/test_residency",
     "checking/deadlock": f"{CHECKED} checking/test_deadlock",
     "simulation/clock": "simulation/test_clock simulation/test_cost simulation/test_links",
     "simulation/memory": "simulation/test_memory",

@@ -41,7 +41,7 @@ class PipeDream(OneFOneB):
         """Yield the actions of 1F1B, with an update after each backward."""
         for action in super().actions(rank):
             yield action
-            if action.kind == "B" and action.microbatch is not None:
+            if action.traits.backward and action.microbatch is not None:
                 yield U(action.microbatch)
 
 
@@ -73,7 +73,7 @@ class TwoBW(OneFOneB):
         groups = range(0, self.microbatches, self.ranks)
         late = [min(first + self.ranks, self.microbatches) - 1 for first in groups]
         for action in super().actions(rank):
-            if action.kind == "F" and action.microbatch in groups[2:]:
+            if action.traits.forward and action.microbatch in groups[2:]:
                 yield U(late.pop(0))
             yield action
         for microbatch in late:

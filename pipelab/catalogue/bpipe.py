@@ -46,7 +46,7 @@ class BPipe(OneFOneB):
         for action in super().actions(rank):
             yield action
             m = action.microbatch or 0
-            if action.kind == "F" and m in gone:
+            if action.traits.forward and m in gone:
                 yield OFFLOAD(m)
-            if action.kind == "B" and m + 1 in gone:
+            if action.traits.backward and m + 1 in gone:
                 yield LOAD(m + 1)

@@ -26,7 +26,7 @@ def _forward_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: A
 
 
 def _oldest_first(action: Action, rank: int, moment: Moment) -> Any:  # noqa: ARG001
-    return action.kind != "W", -(action.microbatch or 0)
+    return action.traits.forward or action.traits.backward, -(action.microbatch or 0)
 
 
 policies: dict[str, Priority] = {

@@ -69,8 +69,8 @@ class PipeOffload(Interleaved1F1B):
         stay = {one for one, other in pairwise(places) if one == other}  # a backward right after its forward
         gone = {place for place in places if place[1] in sent} - stay
         for at, action in enumerate(row):
-            if at + 1 < len(row) and row[at + 1].kind == "B" and places[at + 1] in gone:
+            if at + 1 < len(row) and row[at + 1].traits.backward and places[at + 1] in gone:
                 yield LOAD(*places[at + 1])
             yield action
-            if action.kind == "F" and places[at] in gone:
+            if action.traits.forward and places[at] in gone:
                 yield OFFLOAD(*places[at])

@@ -62,7 +62,7 @@ def with_recompute(
     most = 0 if ahead == 0 else require_size("ahead", ahead)
     plan = as_plan(plan)
     require_legal(plan)
-    if most and any(move.action.traits.holds == "gathered" for move in plan.bound.moves):
+    if most and any(move.action.traits.gathers for move in plan.bound.moves):
         raise UsageError(
             f"ahead={ahead}: the plan gathers weights, and a C that moves ahead could come before its gather\n"
             f"  try: with_gathers(with_recompute(schedule, ahead={ahead}))"
@@ -89,7 +89,7 @@ def _again(row: Sequence[Item], stages: Collection[int]) -> Iterator[Item]:
     for item in row:
         backward = _halves(item)[-1]
         own, again, away = (Action(kind, backward.microbatch, backward.stage) for kind in ("F", "C", "OFFLOAD"))
-        wanted = "gin(m,s)" in backward.traits.gives and backward.stage in stages
+        wanted = backward.traits.backward and backward.stage in stages
         if wanted and listed.isdisjoint((again, away)) and own not in (*before, *_halves(item)):
             yield again
         yield item
@@ -101,7 +101,7 @@ def _ahead(trace: Trace, rank: int, most: int) -> Iterator[Item]:
     """Yield a rank's row with each `C` in the first time in which the rank waits long enough for it."""
     row = trace.plan.bound.items(rank)
     times = {event.action: (event.start, event.end) for event in trace.events_of(rank)}
-    waiting = [item for item in row if isinstance(item, Action) and item.kind == "C"]
+    waiting = [item for item in row if isinstance(item, Action) and item.traits.again]
     done, moved, free = set[Action](), set[Item](), trace.start
     for item in row:
         if item in moved:  # from here on, the rank would hold its activation anyway

@@ -27,7 +27,7 @@ class ZeroPP(Looped):
         >>> zeropp, interleaved = pipelab.ZeroPP(4, 32, 4), pipelab.Interleaved1F1B(4, 32, 4)
         >>> for schedule in (zeropp, interleaved):
         ...     rows = pipelab.with_gathers(schedule, max_active_stages=1).rows
-        ...     gathers = [sum(action.kind == "UNSHARD" for action in row) for row in rows]
+        ...     gathers = [sum(action.traits.gathers for action in row) for row in rows]
         ...     print(pipelab.simulate(schedule).makespan, pipelab.simulate(schedule).peak_activations, gathers)
         97.5 (38, 36, 34, 32) [31, 31, 31, 25]
         98.25 (19, 17, 15, 13) [163, 219, 189, 133]

@@ -115,7 +115,7 @@ class Level:
         if self.within:
             return max(trace.peak_activations)
         if self.sharded:
-            return sum(move.action.kind == "UNSHARD" for move in with_gathers(trace.plan, 1).bound.moves)
+            return sum(move.action.traits.gathers for move in with_gathers(trace.plan, 1).bound.moves)
         if not self.listed:
             return trace.makespan
         moves = 0

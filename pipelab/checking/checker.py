@@ -8,16 +8,20 @@ deadlock: `check` names it before anything runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.memory import Memory
+from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
-from pipelab.checking.rules import diagnose, misplaced, missing, residency
+from pipelab.checking.residency import residency
+from pipelab.checking.rules import misplaced, missing
 from pipelab.checking.transfers import transfer_deadlocks
 from pipelab.display import show
 from pipelab.errors import clean, require_caps, require_size
@@ -155,17 +159,14 @@ def check(
     activations = memory_cap if memory is None else None
     judge = partial(_faults, memory_cap=activations, gather_cap=gather_cap, order=order, transport=transport)
     mistake, meant, found = diagnose(plan, judge(plan), judge)
-    if memory is not None and memory_cap is not None and not found and mistake is None:
-        found = _over_cap(plan.bound, memory_cap, memory)
-    if versions is not None and not found and mistake is None:
-        found = _over_versions(plan.bound, require_size("versions", versions))
-    of_code: dict[str, list[Fault]] = {}
-    for fault in found:
-        of_code.setdefault(fault.code, []).append(fault)
-    faults = [] if mistake is None else [replace(with_excerpt(plan, mistake), tried=meant)]
-    for alike in of_code.values():  # worst kind first, as they are sorted
-        faults += [*(with_excerpt(meant, fault) for fault in alike[:_MOST_EXCERPTS]), *alike[_MOST_EXCERPTS:]]
-    return Faults(faults, plan.name, plan, None if mistake is None else meant, order, transport)
+    if mistake is not None:
+        first = replace(with_excerpt(plan, mistake), tried=meant)
+        return Faults([first, *_with_excerpts(meant, found)], plan.name, plan, meant, order, transport)
+    if memory is not None and memory_cap is not None:
+        found = found or _over_bytes(plan.bound, memory_cap, memory)
+    if versions is not None:
+        found = found or _over_versions(plan.bound, require_size("versions", versions))
+    return Faults(_with_excerpts(plan, found), plan.name, plan, None, order, transport)
 
 
 Cap = int | Sequence[int] | None
@@ -182,22 +183,24 @@ def _faults(plan: Plan, memory_cap: Cap, gather_cap: Cap, order: Order, transpor
         certain = [fault for fault in bound.faults if fault.rank is None or fault.code in _OF_ONE_ITEM]
         return sorted(certain, key=_severity)
     unread = {fault.rank for fault in bound.faults if _is_unread(fault)}
-    incomplete, missing_values = missing(bound)
-    incomplete = [fault for fault in incomplete if not unread or fault.rank not in (*unread, None)]
-    walk = traverse(bound, given=missing_values)
-    disorder: list[Fault] = []
-    if walk.stuck or bound.needs_aside:
-        disorder, excused = _unordered(bound)
-        if excused:
-            walk = traverse(bound, given=missing_values, excused=excused)
-        disorder += deadlocks(bound, walk, missing_values, excused)
+    lacking, missing_values = missing(bound)
+    incomplete = [fault for fault in lacking if not unread or fault.rank not in (*unread, None)]
+    faults = [*bound.faults, *misplaced(bound), *incomplete, *_disorder(bound, missing_values)]
+    faults += residency(bound, gather_cap)
+    faults = faults or transfer_deadlocks(bound, order, transport)
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
-    faults = [*bound.faults, *misplaced(bound), *incomplete, *disorder]
-    if bound.moves:
-        faults += residency(bound, gather_cap)
-    if not faults:
-        faults = transfer_deadlocks(bound, order, transport)
     return sorted([*faults, *over], key=_severity)
+
+
+def _disorder(bound: BoundPlan, missing_values: set[int]) -> list[Fault]:
+    """Find actions that come too early, and deadlocks."""
+    walk = traverse(bound, given=missing_values)
+    if not walk.stuck and not bound.needs_aside:
+        return []
+    faults, excused = _unordered(bound)
+    if excused:
+        walk = traverse(bound, given=missing_values, excused=excused)
+    return faults + deadlocks(bound, walk, missing_values, excused)
 
 
 def _is_unread(fault: Fault) -> bool:
@@ -214,15 +217,14 @@ def _severity(fault: Fault) -> int:
 def require_legal(plan: Plan) -> Traversal:
     """Return a walk through the whole plan; call this before you run or simulate a plan."""
     bound = plan.bound
-    if bound.walk is not None:
-        return bound.walk
-    if not bound.faults and not misplaced(bound) and not missing(bound)[0]:
+    if bound.walk is None:
+        if bound.faults or misplaced(bound) or missing(bound)[0]:
+            raise ScheduleError(check(plan), plan.name)
         walk = traverse(bound)
-        disordered = bound.needs_aside and _unordered(bound)[0]
-        if not walk.stuck and not disordered and not (bound.moves and residency(bound)):
-            bound.walk = walk
-            return walk
-    raise ScheduleError(check(plan), plan.name)
+        if walk.stuck or (bound.needs_aside and _unordered(bound)[0]) or residency(bound):
+            raise ScheduleError(check(plan), plan.name)
+        bound.walk = walk
+    return bound.walk
 
 
 def as_plan(plan: Plan | ScheduleLike) -> Plan:
@@ -267,15 +269,14 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
                 found.append((index, giver, codes.all_needs(code)[codes.microbatch[giver]], index_of[giver]))
                 excused.add(code)
                 continue
-            for value in codes.needs(code):
-                other = next((each for each in codes.givers(value) if index_of.get(each, -1) > index), None)
-                if other is not None:
-                    found.append((index, other, value, index_of[other]))
-                    excused.add(code)
-                    break
-        if found:
-            write = as_yielded(bound, rank)
-            faults += [_unordered_fault(bound, rank, *each, write) for each in found]
+            givers = ((value, other) for value in codes.needs(code) for other in codes.givers(value))
+            later = next((each for each in givers if index_of.get(each[1], -1) > index), None)
+            if later is not None:
+                value, other = later
+                found.append((index, other, value, index_of[other]))
+                excused.add(code)
+        write = as_yielded(bound, rank)
+        faults += [_unordered_fault(bound, rank, *each, write) for each in found]
     return faults, excused
 
 
@@ -316,74 +317,107 @@ def _unordered_fault(
     return Fault("unordered", rank, position, needer, message, hint, cycle=cycle)
 
 
-def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> list[Fault]:
-    """Find, for each rank, the first action with which it holds more activations, or bytes, than allowed."""
+def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
+    """Find, for each rank, the first action with which it holds more activations than allowed."""
     faults: list[Fault] = []
-    for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
-        row, in_flight = bound.rows[rank], bound.in_flight(rank)
-        held = in_flight if memory is None else memory.held(bound, rank)
-        index = next((index for index, each in enumerate(held) if each > cap), None)
-        if index is None:
-            continue
-        action = bound.codes.action(row[index])
-        message = f"{action} would be activation {held[index]} in flight on rank {rank} (cap {cap})"
-        hint = _how_to_hold_less(bound.codes, row[: index + 1], action, rank)
-        if memory is not None:
-            message = f"{action} would make rank {rank} hold {held[index]:,} bytes (cap {cap:,})"
-            codes, code = bound.codes, row[index]
-            own = codes.holds[code] if action.traits.forward else bool(action.traits.holds)
-            if in_flight[index] == own and _inputs_kept(codes, row[: index + 1], memory):
-                hint = f"begin with fewer forwards on rank {rank}, which keeps their inputs"
-            elif in_flight[index] == own:  # it holds no other activation, nor an input for one
-                hint = f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
-        faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
+    for rank, cap, index, held in _first_above(bound, memory_cap, bound.in_flight):
+        hint = _how_to_hold_less(bound, rank, index)
+        what = f"would be activation {held} in flight on rank {rank} (cap {cap})"
+        faults.append(_cap_fault(bound, rank, index, what, hint))
     return faults
+
+
+def _over_bytes(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory) -> list[Fault]:
+    """Find, for each rank, the first action with which it holds more bytes than allowed."""
+    faults: list[Fault] = []
+    for rank, cap, index, held in _first_above(bound, memory_cap, partial(memory.held, bound)):
+        hint = _how_to_hold_fewer_bytes(bound, rank, index, memory)
+        what = f"would make rank {rank} hold {held:,} bytes (cap {cap:,})"
+        faults.append(_cap_fault(bound, rank, index, what, hint))
+    return faults
+
+
+def _first_above(
+    bound: BoundPlan, caps: int | Sequence[int], held_on: Callable[[int], Sequence[int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each rank that holds more than its cap, the cap, the index of the first such action, and what it holds."""
+    for rank, cap in enumerate(require_caps(caps, len(bound.rows))):
+        above = ((rank, cap, index, held) for index, held in enumerate(held_on(rank)) if held > cap)
+        yield from islice(above, 1)
+
+
+def _cap_fault(bound: BoundPlan, rank: int, index: int, what: str, hint: str) -> Fault:
+    action = bound.codes.action(bound.rows[rank][index])
+    return Fault("memory-cap", rank, bound.position(rank, index), action, f"{action} {what}", hint)
+
+
+def _how_to_hold_fewer_bytes(bound: BoundPlan, rank: int, index: int, memory: Memory) -> str:
+    codes, row = bound.codes, bound.rows[rank][: index + 1]
+    traits = codes.traits(row[-1])
+    own = codes.holds[row[-1]] if traits.forward else bool(traits.holds)
+    if bound.in_flight(rank)[index] != own:
+        return _how_to_hold_less(bound, rank, index)
+    if _inputs_kept(codes, row, memory):
+        return f"begin with fewer forwards on rank {rank}, which keeps their inputs"
+    # It holds no other activation, nor an input for one.
+    return f"no order holds less: raise the cap, or give rank {rank} smaller stages or micro-batches"
 
 
 def _inputs_kept(codes: Codes, until: Sequence[int], memory: Memory) -> int:
     """Return the bytes of the inputs that forwards before the last action keep for another action than that one."""
     sizes = memory.of("inputs", codes.stages)
     kept = sum(sizes[codes.stage[code]] for code in until[:-1] if codes.forward[code] and not codes.holds[code])
-    return kept - sum(sizes[codes.stage[code]] for code in until if codes.kind[code] == "C")
+    return kept - sum(sizes[codes.stage[code]] for code in until if codes.traits(code).again)
 
 
 def _over_versions(bound: BoundPlan, versions: int) -> list[Fault]:
     """Find, for each rank, the first backward whose version of the weights is not one of the newest."""
-    faults: list[Fault] = []
-    for rank, row in enumerate(bound.rows):
-        before: dict[int, dict[int, int]] = {}
-        used_at = dict(zip(bound.lists[rank], bound.versions(rank), strict=True))
-        for index, code in enumerate(row):
-            used = used_at[code]
+    first = (_too_old(bound, rank, versions) for rank in range(len(bound.rows)))
+    return [fault for faults in first for fault in islice(faults, 1)]
+
+
+def _too_old(bound: BoundPlan, rank: int, versions: int) -> Iterator[Fault]:
+    """Yield the faults of a rank's actions whose versions of the weights are too old."""
+    before: dict[int, dict[int, int]] = {}
+    used_at = dict(zip(bound.lists[rank], bound.versions(rank), strict=True))
+    for index, code in enumerate(bound.rows[rank]):
+        used, traits = used_at[code], bound.codes.traits(code)
+        m, stage = bound.codes.microbatch[code], bound.codes.stage[code]
+        version, newest = before.get(stage, used).get(m, used[-1]), used[-1]
+        before[stage] = used
+        if not (traits.forward or traits.updates) and newest - version >= versions:
             action = bound.codes.action(code)
-            m, stage = bound.codes.microbatch[code], bound.codes.stage[code]
-            version, newest = before.get(stage, used).get(m, used[-1]), used[-1]
-            before[stage] = used
-            if action.traits.forward or action.kind == "U" or newest - version < versions:
-                continue
-            message = (
-                f"{action} on rank {rank} needs version {version} of stage {stage}'s weights, which {stage}F{m} used; "
+            what = (
+                f"on rank {rank} needs version {version} of stage {stage}'s weights, which {stage}F{m} used; "
                 f"{newest - version} updates later, a rank that keeps {versions} has it no more"
             )
             hint = f"run {action} before the updates, or keep {newest - version + 1} versions"
-            faults.append(Fault("memory-cap", rank, bound.position(rank, index), action, message, hint))
-            break
-
-    return faults
+            yield _cap_fault(bound, rank, index, what, hint)
 
 
-def _how_to_hold_less(codes: Codes, until: Sequence[int], action: Action, rank: int) -> str:
+def _how_to_hold_less(bound: BoundPlan, rank: int, index: int) -> str:
     """Return how to release an activation before an action: with a delayed weight gradient, or with a backward."""
-    done = set(until)
-    for code in until:
-        if codes.kind[code] in HALVES and (weights := codes.sibling(code, "W")) not in done:
-            late = codes.action(weights)
-            return f"run {late} before {action} on rank {rank}: an activation is held until its weight gradient is made"
-    if action.kind == "C":
+    codes, row = bound.codes, bound.rows[rank][: index + 1]
+    done, action = set(row), codes.action(row[-1])
+    halves = (codes.sibling(code, HALVES[-1]) for code in row if codes.kind[code] in HALVES)
+    if (late := next((code for code in halves if code not in done), None)) is not None:
+        weights = f"run {codes.action(late)} before {action} on rank {rank}"
+        return f"{weights}: an activation is held until its weight gradient is made"
+    if action.traits.again:
         return f"run {action} later on rank {rank}: right before its backward"
     if not action.traits.forward:
         return f"begin with fewer forwards on rank {rank}"
     return f"let a backward come before {action} on rank {rank}, or begin with fewer forwards"
+
+
+def _with_excerpts(plan: Plan, faults: Sequence[Fault]) -> list[Fault]:
+    """Return faults with excerpts, for the first ones of each code."""
+    often = Counter[str]()
+    found = []
+    for fault in faults:
+        often[fault.code] += 1
+        found.append(with_excerpt(plan, fault) if often[fault.code] <= _MOST_EXCERPTS else fault)
+    return found
 
 
 def with_excerpt(plan: Plan, fault: Fault) -> Fault:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from pipelab.errors import CostError
-from pipelab.plan.actions import FINITE, finite
+from pipelab.plan.actions import FINITE, TRAITS, Kind, finite
 from pipelab.plan.bound import BoundPlan
+from pipelab.plan.codes import Codes
 from pipelab.plan.fault import readable, shorten
 
 Bytes = float | Sequence[float]
@@ -94,14 +96,8 @@ class Memory:
         """Refuse what cannot be a size; make lists immutable, and all numbers whole ones."""
         for each in fields(self):
             value = readable(getattr(self, each.name))
-            if value is None and each.default is None:
-                continue
-            several = isinstance(value, Sequence) and each.name != "outputs"
-            sizes = [finite(size) for size in (value if several else (value,))]
-            if not sizes or None in sizes:
-                raise CostError(f"{each.name}={shorten(value)}: expected numbers of bytes, {FINITE}")
-            whole = tuple(round(size or 0) for size in sizes)
-            object.__setattr__(self, each.name, whole if several else whole[0])
+            if value is not None or each.default is not None:
+                object.__setattr__(self, each.name, _sizes(each.name, value))
 
     def always(self, bound: BoundPlan, rank: int) -> tuple[int, int]:
         """Return what a rank holds all the time: weights, and the optimizer's state."""
@@ -125,45 +121,48 @@ class Memory:
         updates = [bound.listed("U", stage) for stage in range(stages)]
         versions, begun = [1] * stages, set[tuple[int, int]]()
         for code, used, change in zip(bound.lists[rank], bound.versions(rank), usual, strict=True):
-            stage, gives = codes.stage[code], codes.traits(code).gives
+            stage, traits = codes.stage[code], codes.traits(code)
             group = stage, bisect_left(updates[stage], codes.microbatch[code])
             if not bound.computes(code):
                 yield change
                 continue
-            first = "gw(m,s)" in gives and group not in begun
+            first = traits.weight_grad and group not in begun
             begun |= {group} if first else set()
             more, versions[stage] = len(set(used.values())) - versions[stage], len(set(used.values()))
             yield change._replace(
                 gradients=gradients[stage] if first else 0,
                 weights=max(0, more) * weights[stage],
-                dropped=gradients[stage] if "weights(m,s)" in gives else 0,
+                dropped=gradients[stage] if traits.updates else 0,
                 forgotten=max(0, -more) * weights[stage],
             )
 
     def _without_updates(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
-        codes, stages = bound.codes, bound.codes.stages
-        sizes_of = (self.of(name, stages) for name in ("gradients", "gathered", "activations", "inputs"))
-        gradients, gathered, activations, inputs = sizes_of
-        leaves = activations if self.for_weight_grad is None else self.of("for_weight_grad", stages)
-        without_gradients, usual = set(range(stages)), dict[tuple[str, int, int], Change]()
+        codes, gradients = bound.codes, self.of("gradients", bound.codes.stages)
+        usual = cache(partial(self._usual, codes))
+        begun = set[int]()  # the stages that have gradients
         for code in bound.lists[rank]:
-            kind = codes.kind[code], codes.stage[code], codes.holds[code]
-            if kind in usual:
-                yield usual[kind]
-                continue
-            traits, stage = codes.traits(code), codes.stage[code]
-            sizes = {"": 0, "activations": activations[stage], "for_weight_grad": leaves[stage], "gathered": 0}
-            more = sizes[traits.holds] - sizes[traits.releases]
-            whole = gathered[stage] * ((traits.holds == "gathered") - (traits.releases == "gathered"))
-            if "again(m,s)" in traits.gives:
-                more -= inputs[stage]
-            elif traits.forward and not codes.holds[code]:
-                more = inputs[stage]
-            outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
-            usual[kind] = Change(0, max(0, more), outputs, max(0, -more), max(0, whole), 0, max(0, -whole))
-            first = "gw(m,s)" in traits.gives and stage in without_gradients
-            without_gradients -= {stage} if first else set()
-            yield usual[kind]._replace(gradients=gradients[stage]) if first else usual[kind]
+            kind, stage = codes.kind[code], codes.stage[code]
+            change = usual(kind, stage, bool(codes.holds[code]))
+            if TRAITS[kind].weight_grad and stage not in begun:
+                begun.add(stage)
+                change = change._replace(gradients=gradients[stage])
+            yield change
+
+    def _usual(self, codes: Codes, kind: Kind, stage: int, holds: bool) -> Change:
+        """Return what an action changes, whichever micro-batch it is of; gradients of weights are left out."""
+        traits, stages = TRAITS[kind], codes.stages
+        activations, inputs = (self.of(name, stages)[stage] for name in ("activations", "inputs"))
+        left = activations if self.for_weight_grad is None else self.of("for_weight_grad", stages)[stage]
+        sizes = {"": 0, "gathered": 0, "activations": activations, "for_weight_grad": left}
+        more = sizes[traits.holds] - sizes[traits.releases]
+        if traits.again:
+            more -= inputs
+        elif traits.forward and not holds:
+            more = inputs
+        outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
+        gathered = self.of("gathered", stages)[stage]
+        freed, whole = gathered * (traits.releases == "gathered"), gathered * traits.gathers
+        return Change(0, max(0, more), outputs, max(0, -more), whole, 0, freed)
 
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""
@@ -182,3 +181,13 @@ class Memory:
         if len(value) != stages:
             raise CostError(f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage")
         return value
+
+
+def _sizes(name: str, value: Any) -> int | tuple[int, ...]:
+    """Return numbers of bytes as whole ones; a list as a tuple."""
+    several = isinstance(value, Sequence) and name != "outputs"
+    sizes = [finite(size) for size in (value if several else (value,))]
+    if not sizes or None in sizes:
+        raise CostError(f"{name}={shorten(value)}: expected numbers of bytes, {FINITE}")
+    whole = tuple(round(size or 0) for size in sizes)
+    return whole if several else whole[0]

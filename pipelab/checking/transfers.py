@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipelab.checking.deadlock import Head, Wait, cycle_fault, cycles
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault
@@ -24,6 +26,7 @@ class Wire:
 
     Attributes:
         low: the plan.
+        transport: the transport.
         holding: whether a receive holds its rank.
         job: by code, its job; the job of a value that crosses is `transfer(value)`.
         network: the jobs, and what each follows.
@@ -34,49 +37,60 @@ class Wire:
 
     def __init__(self, low: Lowering, transport: Transport, *, atomic_pairs: bool = False) -> None:
         """Lay out the jobs."""
-        bound = low.bound
-        self.low, self.holding = low, transport == "holding"
+        codes = low.bound.codes
+        self.low, self.transport, self.holding = low, transport, transport == "holding"
         self.queues: dict[tuple[int, int], list[int]] = {}
         self.ends: dict[int, list[tuple[int, int]]] = {value: [] for value in low.crossings}
         self.made: dict[int, int] = {}
-        self._codes = len(bound.codes.kind)
+        self._codes = len(codes.kind)
         self.job = list(range(self._codes))
-        follows: list[list[int]] = [[] for _ in range(self._codes + bound.codes.always)]
-        needed = inbound(low.crossings)
+        self._follows: list[list[int]] = [[] for _ in range(self._codes + codes.always)]
+        self._needed = inbound(low.crossings)
         for rank, row in enumerate(low.rows):
-            before: list[int] = []  # what the next item of the row follows
-            waited: list[int] = []  # the sends that the row has waited for since its last item
-            ended: dict[int, int] = {}  # by code, the last job of its item
-            for word, numbers in row:
-                if word == "run":
-                    if atomic_pairs and len(numbers) > 1:
-                        self.job[numbers[1]] = numbers[0]
-                    for code in numbers:
-                        job = self.job[code]
-                        follows[job] += [each for each in before if each != job]
-                        follows[job] += [self.transfer(needed[code])] if code in needed else []
-                        before, waited = [job], []
-                    ended.update(dict.fromkeys(numbers, job))
-                elif word == "WAIT_SEND":
-                    before = [*before, self.transfer(numbers[0])]
-                    waited = [*waited, self.transfer(numbers[0])]
-                elif word in ("SEND", "RECV"):
-                    (value,) = numbers
-                    job, crossing = self.transfer(value), low.crossings[value]
-                    if word == "SEND":
-                        self.made[value] = ended[crossing.giver]
-                        follows[job].append(self.made[value])
-                        follows[job] += before if self.holding else waited
-                    elif self.holding:
-                        before.append(job)
-                    if transport in ("rank", "pair", "edge"):
-                        peer = crossing.target if word == "SEND" else crossing.source
-                        queue = {"rank": 0, "pair": peer, "edge": 2 * peer + (word == "SEND")}[transport]
-                        values = self.queues.setdefault((rank, queue), [])
-                        follows[job] += [self.transfer(each) for each in values[-1:]]
-                        self.ends[value].append((rank, queue))
-                        values.append(value)
-        self.network = Network([[(each, NOTHING) for each in before] for before in follows])
+            self._lay_out(rank, row, atomic_pairs)
+        self.network = Network([[(each, NOTHING) for each in before] for before in self._follows])
+
+    def _lay_out(self, rank: int, row: Sequence[Step], atomic_pairs: bool) -> None:
+        """Let the jobs of a row follow each other."""
+        before: list[int] = []  # what the next item of the row follows
+        waited: list[int] = []  # the sends that the row has waited for since its last item
+        for word, numbers in row:
+            if word == "run":
+                if atomic_pairs and len(numbers) > 1:
+                    self.job[numbers[1]] = numbers[0]
+                before, waited = [self._run(numbers, before)], []
+            elif word == "WAIT_SEND":
+                before = [*before, self.transfer(numbers[0])]
+                waited = [*waited, self.transfer(numbers[0])]
+            elif word == "SEND":
+                (value,) = numbers
+                self._follows[self.transfer(value)] += [self.made[value], *(before if self.holding else waited)]
+                self._queue(rank, value, self.low.crossings[value].target, sends=True)
+            elif word == "RECV":
+                (value,) = numbers
+                before = [*before, self.transfer(value)] if self.holding else before
+                self._queue(rank, value, self.low.crossings[value].source, sends=False)
+
+    def _run(self, numbers: Sequence[int], before: list[int]) -> int:
+        """Enter an item; return its last job."""
+        for code in numbers:
+            job = self.job[code]
+            self._follows[job] += [each for each in before if each != job]
+            self._follows[job] += [self.transfer(self._needed[code])] if code in self._needed else []
+            before = [job]
+        gives = {self.low.bound.codes.gives[code] for code in numbers if not self.low.bound.codes.collective[code]}
+        self.made.update(dict.fromkeys(gives.intersection(self.low.crossings), before[0]))
+        return before[0]
+
+    def _queue(self, rank: int, value: int, peer: int, *, sends: bool) -> None:
+        """Let a transfer follow the one before it in the queue of one of its ends."""
+        if self.transport not in ("rank", "pair", "edge"):
+            return
+        queue = {"rank": 0, "pair": peer, "edge": 2 * peer + sends}[self.transport]
+        values = self.queues.setdefault((rank, queue), [])
+        self._follows[self.transfer(value)] += [self.transfer(each) for each in values[-1:]]
+        self.ends[value].append((rank, queue))
+        values.append(value)
 
     @property
     def stuck(self) -> bool:

@@ -47,7 +47,7 @@ def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimize
     first_x, first_y = (split_batch(each, counts)[0] for each in (x, y))
     rows = [f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)]
     bound, last = pipe.plan.bound, pipe.plan.stages - 1
-    if any(bound.codes.kind[code] == "C" and bound.codes.stage[code] == last for row in bound.rows for code in row):
+    if bound.listed("C", last):
         rows[last] = f"{last}F0 {last}C0 {last}I0 {last}W0"
     plan = Plan.parse(rows)
     devices, reduction = pipe.engine.stage_devices, pipe.reduction

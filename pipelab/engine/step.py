@@ -90,7 +90,7 @@ class StepState:
     def has_added(self) -> bool:
         """Whether an action that adds to the gradients of parameters has begun."""
         begun = (action.traits for each in self.ranks for action in each.actions[: each.position + each.computing])
-        return any("gw(m,s)" in each.gives or each.collective for each in begun)
+        return any(each.weight_grad or each.collective for each in begun)
 
 
 def run_action(

@@ -434,7 +434,7 @@ def instructions(
                     part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
                     listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
             elif backward or codes.forward[code]:
-                watched_too = not action.microbatch or action.kind == "C"
+                watched_too = not action.microbatch or action.traits.again
                 runs = first.get((action.stage, rank), runner) if watched_too else runner
                 act = getattr(runs, action.traits.method) if backward else runner.evaluate
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))

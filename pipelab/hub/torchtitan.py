@@ -87,7 +87,7 @@ def _require_readable(plan: Plan) -> None:
             "each slice as a sequence\n  try: pipelab.Pipeline(..., sequence_dim=1)"
         )
     actions = [item.forward if isinstance(item, Pair) else item for _, item in items]
-    last = [each.microbatch or 0 for each in actions if each.kind == "F" and each.stage == plan.stages - 1]
+    last = [each.microbatch or 0 for each in actions if each.traits.forward and each.stage == plan.stages - 1]
     if last != sorted(last):
         raise UsageError(
             f"the last stage runs its forwards in the order {', '.join(map(str, last[:8]))}, and PyTorch's runtime "

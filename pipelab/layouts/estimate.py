@@ -119,7 +119,7 @@ def _holdings(*sizes: Any) -> list[tuple[list[int], set[tuple[int, ...]]]]:
         for code in row:
             stage = codes.stage[code]
             now[stage] += codes.holds[code]
-            if "gw(m,s)" in codes.traits(code).gives:
+            if codes.traits(code).weight_grad:
                 now[codes.stages + stage] = 1
             over.add(tuple([now[place] for place in mine]))
             now[stage] -= codes.releases[code]

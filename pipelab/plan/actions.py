@@ -72,6 +72,31 @@ class Traits:
         return "out(m,s)" in self.gives
 
     @property
+    def backward(self) -> bool:
+        """Whether it gives the gradient of a stage's input."""
+        return "gin(m,s)" in self.gives
+
+    @property
+    def weight_grad(self) -> bool:
+        """Whether it gives the gradient of a stage's weights."""
+        return "gw(m,s)" in self.gives
+
+    @property
+    def again(self) -> bool:
+        """Whether it runs a forward again."""
+        return "again(m,s)" in self.gives
+
+    @property
+    def updates(self) -> bool:
+        """Whether it gives new weights."""
+        return "weights(m,s)" in self.gives
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its rank holds a stage's whole weights from it on."""
+        return self.holds == "gathered"
+
+    @property
     def in_flight(self) -> int:
         """How many activations more its rank holds after it: one, none, or one less."""
         return (self.holds in _ACTIVATION) - (self.releases in _ACTIVATION)

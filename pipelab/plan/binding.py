@@ -84,7 +84,7 @@ def require_slices(after: After, codes: Codes, rank_of_slot: Sequence[int]) -> F
             for kind in codes.per_microbatch:
                 if TRAITS[kind].forward:
                     codes.require(codes.of_kind[kind][slot], out[earlier])
-                elif "gin(m,s)" in TRAITS[kind].gives:
+                elif TRAITS[kind].backward:
                     codes.require(codes.of_kind[kind][earlier], gradient[slot])
     return None
 

@@ -316,7 +316,7 @@ class BoundPlan:
         found = []
         for code in self.lists[rank]:
             here, microbatch = used[codes.stage[code]], codes.microbatch[code]
-            if codes.kind[code] == "U":
+            if codes.traits(code).updates:
                 here[-1] += 1
             elif codes.forward[code]:
                 here[microbatch] = here[-1]

@@ -150,7 +150,7 @@ class Codes:
         """Let a `C` hold the activation that its forward then does not hold, and the backward need it."""
         self.holds[self.sibling(code, "F")] = False
         for kind in self.per_microbatch:
-            if "gin(m,s)" in TRAITS[kind].gives:
+            if TRAITS[kind].backward:
                 self.require(self.sibling(code, kind), self.gives[code])
 
     @property

@@ -343,7 +343,7 @@ def _with_waits(bound: BoundPlan, row: Sequence[Step]) -> list[Step]:
         if word == "SEND":
             pending[numbers[0]] = None
         for code in numbers if word == "run" else ():
-            value = codes.gives[codes.sibling(code, "F")] if "gin(m,s)" in codes.traits(code).gives else -1
+            value = codes.gives[codes.sibling(code, "F")] if codes.traits(code).backward else -1
             if value in pending:
                 del pending[value]
                 steps.append(("WAIT_SEND", (value,)))

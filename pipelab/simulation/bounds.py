@@ -295,7 +295,7 @@ def _gradients_on(
     for first, change in zip(row, memory.changes(bound, rank), strict=True) if memory else ():
         if change.gradients:
             own = (code for code in row if codes.stage[code] == codes.stage[first])
-            yield tuple(job_of[code] for code in own if "gw(m,s)" in codes.traits(code).gives), change.gradients
+            yield tuple(job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
 
 
 def _sequences(codes: Codes) -> list[int]:

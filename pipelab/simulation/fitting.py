@@ -77,7 +77,7 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
         for name, kind in {**kinds, **({"pair": "pair"} if "pair" in there else {})}.items()
         if kind not in HALVES
     }
-    if split is not None or any(kind == "I" for kind, _ in times):
+    if split is not None or not there.isdisjoint(HALVES):
         for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
             found[name] = [times.get((kind, stage), 0.0) for stage in stages]
     nothing: dict[str, Any] = {"forward": 0, "backward": 0}

@@ -164,7 +164,7 @@ def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Itera
         yield work.plan
         network, lags = work.network(work.edges(rooms))
         tails = network.rests([job.time for job in work.jobs], lags)
-        backward = ["gin(m,s)" in codes.traits(job.codes[0]).gives for job in work.jobs]
+        backward = [codes.traits(job.codes[0]).backward for job in work.jobs]
         for urgency in (tails, list(zip(backward, tails, strict=True))):
             if (order := _dispatched(work, rooms, urgency)) is not None:
                 yield _in_order(work, order)

@@ -120,8 +120,7 @@ def body(base: str, still: str) -> str:
     names = {"": "my schedule", **dict.fromkeys(pipelab.schedules)}
     options = "".join(f'<option value="{name}">{words or name}</option>' for name, words in names.items())
     options += '<option value="edited" hidden>other code</option>'
-    sliders = (ROOT / "pipelab" / "cli" / "play" / "sliders.html").read_text(encoding="utf-8")
-    parts = {"options": options, "sliders": sliders.replace("{{sizes}}", ""), "base": base, "still": still}
+    parts = {"options": options, "base": base, "still": still}
     source = (SOURCES / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], source)
 

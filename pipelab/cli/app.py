@@ -49,7 +49,7 @@ from pipelab.cli.options import (
     grouped,
     untimed,
 )
-from pipelab.cli.play.server import play_command
+from pipelab.cli.play import play_command
 from pipelab.cli.printing import (
     COMPARISON,
     DIFF,

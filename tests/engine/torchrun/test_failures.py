@@ -191,28 +191,30 @@ def timed_out(statuses, call=1, computing=False):
 
 WAITS, HANGS = ("waits for rank 2", False), ("was running 2F0, at line 7", True)
 OWN = r"nothing moved on rank 0 for 0\.\d+ s: it waits for rank 1"
+TIMED_OUT = {
+    "another hangs": (
+        {1: WAITS, 2: HANGS, 3: WAITS},
+        {},
+        "rank 2 holds up the others: it was running 2F0, at line 7\n  ",
+    ),
+    "one is silent": ({1: WAITS, 3: WAITS}, {}, "no sign of rank 2 in this call: .*\n  "),
+    "all are in an earlier call": (
+        dict.fromkeys((1, 2, 3), WAITS),
+        {"call": 0},
+        "no sign of rank 1, 2, 3 in this call: .*\n  ",
+    ),
+    "all wait": (dict.fromkeys((1, 2, 3), WAITS), {}, ""),
+    "this rank computes": ({2: HANGS}, {"computing": True}, ""),
+}
 
 
-def test_after_a_timeout_the_rank_that_hangs_is_named_and_not_the_one_that_waited():
-    told, failure = timed_out({1: WAITS, 2: HANGS, 3: WAITS})
-    assert re.fullmatch(rf"rank 2 holds up the others: it was running 2F0, at line 7\n  {OWN}", told)
-    assert (failure.rank, failure.message, failure.alive) == (2, told, True)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "call", "who"), [({1: WAITS, 3: WAITS}, 1, "2"), (dict.fromkeys((1, 2, 3), WAITS), 0, "1, 2, 3")]
-)
-def test_after_a_timeout_ranks_that_are_silent_in_this_call_are_named(statuses, call, who):
-    told, failure = timed_out(statuses, call)
-    assert re.fullmatch(rf"no sign of rank {who} in this call: .*\n  {OWN}", told)
-    assert failure.rank == int(who[0])
-
-
-def test_after_a_timeout_nobody_else_is_named_where_all_wait_or_this_rank_computes():
-    told, failure = timed_out(dict.fromkeys((1, 2, 3), WAITS))
-    assert re.fullmatch(OWN, told)
-    assert failure.rank == 0
-    assert timed_out({2: HANGS}, computing=True)[1].rank == 0
+@pytest.mark.parametrize("case", TIMED_OUT)
+def test_after_a_timeout_the_rank_that_hangs_or_is_silent_is_named_and_not_the_one_that_waited(case):
+    statuses, how, lead = TIMED_OUT[case]
+    told, failure = timed_out(statuses, **how)
+    assert re.fullmatch(lead + OWN, told)
+    named = re.match(r"(?:no sign of )?rank (\d)", told)
+    assert (failure.rank, failure.message, failure.alive) == (int(named[1]) if named else 0, told, True)
 
 
 @pytest.fixture
@@ -239,18 +241,13 @@ def test_a_process_ends_well_where_its_store_was_never_asked():
 
 
 def test_what_is_looked_after_runs_in_a_thread_of_its_own_and_returns(supervisor):
-    name = supervisor.run(lambda: threading.current_thread().name, WORKS)
-    assert name == "pipelab-rank-0"
-    assert supervisor.run(lambda: 5, WORKS) == 5
+    assert supervisor.run(lambda: threading.current_thread().name, WORKS) == "pipelab-rank-0"
 
 
-def test_an_error_that_all_processes_raise_alike_ends_nothing(supervisor):
+def test_an_error_that_all_processes_raise_alike_ends_nothing_and_any_other_the_pipeline(supervisor):
     with pytest.raises(BatchError, match="all alike"):
         supervisor.run(raising(BatchError("all alike")), WORKS)
     assert supervisor.run(lambda: 5, WORKS) == 5
-
-
-def test_any_other_error_ends_the_pipeline(supervisor):
     with pytest.raises(ZeroDivisionError):
         supervisor.run(raising(ZeroDivisionError("by zero")), WORKS)
     with pytest.raises(UsageError, match="rank 0 failed: ZeroDivisionError: by zero"):

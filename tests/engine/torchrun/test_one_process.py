@@ -83,37 +83,6 @@ def test_any_order_gives_the_same_bits_as_in_the_threads_engine(case, more):
     assert torch.equal(ours[2], theirs[2])
 
 
-class Both(nn.Module):
-    """Gives a dictionary with what learns, what does not, and nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return {"made": self.linear(x), "rows": torch.arange(len(x)), "none": None}
-
-
-class Joined(nn.Module):
-    """Takes that dictionary."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, given):
-        assert given["none"] is None
-        return self.linear(given["made"]) + given["rows"].unsqueeze(1)
-
-
-def test_stages_may_give_dictionaries():
-    torch.manual_seed(0)
-    model = [Both(), Joined()]
-    ours, theirs = both(PLAN, *plain.batch(5), layers=lambda: copy.deepcopy(model))
-    assert plain.equal(ours[0], theirs[0])
-    assert torch.equal(ours[2], theirs[2])
-
-
 def test_a_step_adds_to_the_gradients_and_never_zeroes_them():
     model = plain.mlp(4)
     x, y = plain.batch(6)
@@ -217,18 +186,6 @@ def test_a_layer_that_was_replaced_is_refused():
         for call in (pipe.step, pipe.verify):
             with pytest.raises(pipelab.SplitError, match="layer '1' was replaced"):
                 call(x, y)
-
-
-def test_clipping_is_by_the_norm_of_all():
-    model, twin = plain.mlp(4), plain.mlp(4)
-    x, y = plain.batch(4)
-    with Pipeline(model, PLAN, mse, engine="torch") as pipe:
-        pipe.step(x, y)
-        norm = pipe.clip_grad_norm_(0.01)
-    plain.one_after_another(twin, mse, x, y, 2)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("norm_type", [2, "inf", 0, -1, 0.5])

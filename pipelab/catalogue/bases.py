@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from pipelab.errors import UsageError
-from pipelab.plan.actions import Item, Pair
+from pipelab.plan.actions import Item, halves_of
 from pipelab.schedule import Schedule
 
 
@@ -132,7 +132,7 @@ class FilledV(VShaped):
     def _existing(self, row: Iterable[Item]) -> Iterator[Item]:
         """Yield the actions of micro-batches that exist; of a pair, perhaps only one half."""
         for item in row:
-            halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
+            halves = halves_of(item)
             there = [half for half in halves if half.microbatch is not None and half.microbatch < self.microbatches]
             if len(there) == len(halves):
                 yield item

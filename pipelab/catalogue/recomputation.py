@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pipelab.checking.checker import as_plan, require_legal
 from pipelab.errors import UsageError, require_size
-from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.actions import Action, Item, Pair, halves_of
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
@@ -78,23 +78,19 @@ def with_recompute(
     return plan.with_rows([list(_ahead(trace, rank, most)) for rank in range(plan.ranks)])
 
 
-def _halves(item: Item) -> tuple[Action, ...]:
-    return (item.forward, item.backward) if isinstance(item, Pair) else (item,)
-
-
 def _again(row: Sequence[Item], stages: Collection[int]) -> Iterator[Item]:
     """Yield a row with a `C` before each backward of these stages that has none and does not follow its forward."""
-    listed = {each for item in row for each in _halves(item)}
+    listed = {each for item in row for each in halves_of(item)}
     before: tuple[Action, ...] = ()
     for item in row:
-        backward = _halves(item)[-1]
+        backward = halves_of(item)[-1]
         own, again, away = (Action(kind, backward.microbatch, backward.stage) for kind in ("F", "C", "OFFLOAD"))
         wanted = backward.traits.backward and backward.stage in stages
-        if wanted and listed.isdisjoint((again, away)) and own not in (*before, *_halves(item)):
+        if wanted and listed.isdisjoint((again, away)) and own not in (*before, *halves_of(item)):
             yield again
         yield item
         if backward.traits.computes:
-            before = _halves(item)
+            before = halves_of(item)
 
 
 def _ahead(trace: Trace, rank: int, most: int) -> Iterator[Item]:
@@ -108,7 +104,7 @@ def _ahead(trace: Trace, rank: int, most: int) -> Iterator[Item]:
             moved.remove(item)
             continue
         if item in times or isinstance(item, Pair):
-            start = min(times[half][0] for half in _halves(item))
+            start = min(times[half][0] for half in halves_of(item))
             while waiting and len(moved) < most:
                 coming = waiting[0]
                 last = times[coming][1] - times[coming][0]
@@ -117,8 +113,8 @@ def _ahead(trace: Trace, rank: int, most: int) -> Iterator[Item]:
                 yield waiting.pop(0)
                 moved.add(coming)
                 free += last
-            free = max(times[half][1] for half in _halves(item))
+            free = max(times[half][1] for half in halves_of(item))
         if waiting and waiting[0] == item:
             waiting.pop(0)
-        done.update(_halves(item))
+        done.update(halves_of(item))
         yield item

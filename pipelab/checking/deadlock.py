@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, TypeVar
@@ -134,26 +134,33 @@ def cycle_fault(
     kind: Code, cycle: Sequence[Wait], position: int, action: Item, hint: str, tried: Plan | None = None
 ) -> Fault:
     """Explain one cycle, step by step: what is stuck first on each rank, and what comes before what it waits for."""
-    first, last = cycle[0], cycle[-1]
-    steps = [f"{first.here} {first.needs}"]
-    for before, wait in pairwise(cycle):
-        if before.needed == wait.name:
-            steps.append(f"{wait.here} {wait.needs}")
-        else:
-            needed = f"{before.needed} (rank {wait.rank}{before.needed_place})"
-            steps.append(f"{needed} comes after {wait.name}, which {wait.needs}")
-    if last.needed != first.name:
-        steps.append(f"{last.needed} comes after {first.name} on rank {first.rank}")
     ranks = [rank for rank, _ in groupby(wait.rank for wait in cycle)]
     ranks = ranks[:-1] if len(ranks) > 1 and ranks[0] == ranks[-1] else ranks
-    message = "\n".join([_summary(ranks), *(f"  {step}" for step in _shortened(steps))])
-    links: list[Link] = []
-    for wait, after in zip(cycle, [*cycle[1:], first], strict=True):
-        links.append(Link(wait.rank, wait.name, f"{wait.name} {wait.needs}"))
+    message = "\n".join([_summary(ranks), *(f"  {step}" for step in _shortened([*_steps(cycle)]))])
+    return Fault(kind, cycle[0].rank, position, action, message, hint, cycle=tuple(_links(cycle)), tried=tried)
+
+
+def _steps(cycle: Sequence[Wait]) -> Iterator[str]:
+    """Yield each wait of a cycle in a sentence."""
+    first, last = cycle[0], cycle[-1]
+    yield f"{first.here} {first.needs}"
+    for before, wait in pairwise(cycle):
+        if before.needed == wait.name:
+            yield f"{wait.here} {wait.needs}"
+        else:
+            needed = f"{before.needed} (rank {wait.rank}{before.needed_place})"
+            yield f"{needed} comes after {wait.name}, which {wait.needs}"
+    if last.needed != first.name:
+        yield f"{last.needed} comes after {first.name} on rank {first.rank}"
+
+
+def _links(cycle: Sequence[Wait]) -> Iterator[Link]:
+    """Yield the arrows of a picture: from what is stuck to what it needs, and from there back along its row."""
+    for wait, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        yield Link(wait.rank, wait.name, f"{wait.name} {wait.needs}")
         if wait.needed != after.name:
             words = f"{wait.needed} comes after {after.name} on rank {after.rank}"
-            links.append(Link(after.rank, wait.needed, words))
-    return Fault(kind, first.rank, position, action, message, hint, cycle=tuple(links), tried=tried)
+            yield Link(after.rank, wait.needed, words)
 
 
 def _tried(bound: BoundPlan, found: Repair) -> Plan | None:

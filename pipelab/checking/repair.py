@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -242,14 +242,19 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
     ranks = sorted({move.rank for move in moves})
     if not runs:
         return _forwards_first(trials, ranks)
-    orders = [moves]
-    for rank in dict.fromkeys([*ranks, *cycle]) if len(ranks) > 1 else ():
-        if not trials.spent(_TRIAL_ACTIONS):
-            of_one_rank, runs = _reordered(trials, [rank])
-            orders += [of_one_rank] if runs else []
+    orders = [moves, *_of_one_rank(trials, [*ranks, *cycle] if len(ranks) > 1 else [])]
     orders.sort(key=lambda order: (len({move.rank for move in order}), len(parts_of(bound, order))))
-    tried = (each for order in orders for each in _descriptions(trials, order))
-    return next((each for each in tried if each and each.words), None)
+    tried = (repair for order in orders for repair in _descriptions(trials, order))
+    return next((repair for repair in tried if repair and repair.words), None)
+
+
+def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Move]]:
+    """Yield, as long as the budget lasts, the new orders of a single rank with which the whole plan runs."""
+    for rank in dict.fromkeys(ranks):
+        if not trials.spent(_TRIAL_ACTIONS):
+            moves, runs = _reordered(trials, [rank])
+            if runs:
+                yield moves
 
 
 def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from pipelab.checking.repair import as_yielded
-from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Action, Kind
+from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Kind
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import GIVERS
@@ -144,25 +144,23 @@ def _missing_fault(
     name: Callable[[int | None], Callable[[int], str]],
     is_split: Callable[[int], bool],
 ) -> Fault:
-    codes = bound.codes
-    ranks = sorted({bound.rank_of_slot[codes.slot[codes.table["F"][m][stage]]] for m in microbatches})
-    known = [rank for rank in ranks if rank != NO_RANK]
-    where = f" (rank{'s' if len(known) > 1 else ''} {ranges(known)})" if known else ""
-    many = len(microbatches) > 1
+    codes, lacked = bound.codes, bound.codes.table[lacks]
+    rank_of = {m: bound.rank_of_slot[codes.slot[lacked[m][stage]]] for m in microbatches}
+    known = sorted({*rank_of.values()} - {NO_RANK})
+    first, many = next(iter(known), None), len(microbatches) > 1
     kinds = HALVES if len(TRAITS[lacks].gives) > 1 and is_split(stage) else (lacks,)
     what = TRAITS[lacks].word + f" ({lacks})" * (lacks in HALVES)
-    write = name(known[0] if known else None)
-    actions = " and ".join(write(codes.table[kind][microbatches[0]][stage]) for kind in kinds)
-    more = f"{',' * (len(kinds) - 1)} and so on" if many else ""
     lacking = f"micro-batches {ranges(microbatches)} have" if many else f"micro-batch {microbatches[0]} has"
-    message = f"{lacking} no {what} on stage {stage}{where}"
-    hint = f"{f'on rank {known[0]}, ' if known else ''}yield {actions}{more}"
-    absent: list[tuple[int | None, Action]] = []
-    for microbatch in microbatches[:_MOST_KEPT]:
-        slot = codes.slot[codes.table["F"][microbatch][stage]]
-        rank = None if bound.rank_of_slot[slot] == NO_RANK else bound.rank_of_slot[slot]
-        absent += [(rank, codes.action(codes.of_kind[kind][slot])) for kind in kinds]
-    return Fault("missing", known[0] if known else None, None, None, message, hint, lacking=tuple(absent))
+    message = f"{lacking} no {what} on stage {stage}" + f" (rank{'s' * (len(known) > 1)} {ranges(known)})" * bool(known)
+    actions = " and ".join(name(first)(codes.table[kind][microbatches[0]][stage]) for kind in kinds)
+    more = f"{',' * (len(kinds) - 1)} and so on" * many
+    hint = f"on rank {first}, " * bool(known) + f"yield {actions}{more}"
+    absent = tuple(
+        (rank_of[m] if rank_of[m] != NO_RANK else None, codes.action(codes.table[kind][m][stage]))
+        for m in microbatches[:_MOST_KEPT]
+        for kind in kinds
+    )
+    return Fault("missing", first, None, None, message, hint, lacking=absent)
 
 
 def _halved(bound: BoundPlan) -> Callable[[int], bool]:

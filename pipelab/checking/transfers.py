@@ -184,14 +184,20 @@ class Hang:
             rank, value = head[0], self._value[head]
             step = None if value is None else ("SEND" if rank == self.low.crossings[value].source else "RECV", (value,))
         assert step is not None, "it is stuck, so there is a first step that cannot run"
+        return self._wait_of_item(rank, step) if step[0] == "run" else self._wait_of_transfer(rank, step)
+
+    def _wait_of_transfer(self, rank: int, step: Step) -> Wait:
+        """Return the wait of a send or a receive: for the other, which is not first in its queue, or for the giver."""
+        (value,) = step[1]
+        behind = next((queue for queue in self.wire.ends[value] if self._value[queue] != value), None)
+        if behind is None:
+            return self._wait_for_giver(rank, self._name(step), value)
+        meets = self.low.word(("RECV" if step[0] == "SEND" else "SEND", (value,)))
+        return Wait(rank, self._name(step), f"has to meet {meets}", meets, behind)
+
+    def _wait_of_item(self, rank: int, step: Step) -> Wait:
+        """Return the wait of an action, or of a pair: for the ranks of an `R`, or for a value."""
         name = self._name(step)
-        if step[0] != "run":
-            (value,) = step[1]
-            behind = next((each for each in self.wire.ends[value] if self._value[each] != value), None)
-            if behind is not None:
-                meets = self.low.word(("RECV" if step[0] == "SEND" else "SEND", (value,)))
-                return Wait(rank, name, f"has to meet {meets}", meets, behind)
-            return self._wait_for_giver(rank, name, value)
         code = next(each for each in step[1] if self.wire.job[each] not in self._done)
         if self.bound.codes.collective[code]:
             absent = next(each for each in self.bound.reduces[code] if self._step[each] != step)

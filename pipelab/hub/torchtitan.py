@@ -13,7 +13,7 @@ import os
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import UsageError
-from pipelab.plan.actions import Action, Pair
+from pipelab.plan.actions import Action, halves_of
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 
@@ -86,7 +86,7 @@ def _require_readable(plan: Plan) -> None:
             "its micro-batches are slices of sequences, which PyTorch's notation cannot say: torchtitan would train "
             "each slice as a sequence\n  try: pipelab.Pipeline(..., sequence_dim=1)"
         )
-    actions = [item.forward if isinstance(item, Pair) else item for _, item in items]
+    actions = [halves_of(item)[0] for _, item in items]
     last = [each.microbatch or 0 for each in actions if each.traits.forward and each.stage == plan.stages - 1]
     if last != sorted(last):
         raise UsageError(

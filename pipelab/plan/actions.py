@@ -284,6 +284,13 @@ class Pair:
 
 Item = Action | Pair
 """What a row of a plan holds."""
+
+
+def halves_of(item: Any) -> tuple[Any, ...]:
+    """Return the two actions of a pair; of anything else, itself alone."""
+    return (item.forward, item.backward) if isinstance(item, Pair) else (item,)
+
+
 FINITE = "0 or between 1e-30 and 1e+30"
 """How large a time or a size may be: so sums, products and ratios of them are finite too."""
 

@@ -8,7 +8,7 @@ from itertools import product
 from typing import TypeGuard
 
 from pipelab.errors import FormatError
-from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, TRAITS, Action, Pair, whole
+from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, TRAITS, Action, halves_of, whole
 from pipelab.plan.codes import Codes
 from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
 from pipelab.plan.student_code import misfit
@@ -114,8 +114,7 @@ def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[Stage
     """
     by_rank: list[StagesOfRank] = []
     for rank, row in enumerate(rows):
-        items = (half for item in row for half in ((item.forward, item.backward) if type(item) is Pair else (item,)))
-        halves = [half for half in items if isinstance(half, Action)]
+        halves = [half for item in row for half in halves_of(item) if isinstance(half, Action)]
         named = {half.stage for half in halves if type(half.stage) is int and 0 <= half.stage < codes.stages}
         microbatches = {0, *(half.microbatch for half in halves if type(half.microbatch) is int)}  # 0 for an R
         choice = (rank,) if not named and rank < codes.stages else tuple(sorted(named))

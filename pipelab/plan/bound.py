@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
-from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair
+from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair, halves_of
 from pipelab.plan.binding import (
     NO_RANK,
     After,
@@ -54,21 +54,14 @@ def named_sizes(
     A mistake such as `F(10**9)` must not make a table of that size. Every (micro-batch, stage) needs two actions, so
     numbers far above the number of actions are ignored here, and reported as out of range.
     """
-    actions = [
-        half
-        for row in rows
-        for item in row
-        for half in ((item.forward, item.backward) if isinstance(item, Pair) else (item,))
-        if isinstance(half, Action)
-    ]
+    halves = (half for row in rows for item in row for half in halves_of(item))
+    actions = [half for half in halves if isinstance(half, Action)]
     enough = min(max(1 << 12, 8 * len(actions)), MOST_SLOTS)
     room = max(1 << 16, enough)
     if stages is None:
         most = min(enough, max(room // (microbatches or 1), ranks))
-        stages = max((action.stage for action in actions if within(action.stage, most)), default=ranks - 1) + 1
-        if any(action.stage is None for action in actions):
-            stages = max(stages, ranks)
-        stages = max(stages, 1)
+        named = max((action.stage for action in actions if within(action.stage, most)), default=ranks - 1) + 1
+        stages = max(named, ranks if any(action.stage is None for action in actions) else 1)
     if microbatches is None:
         named = max((action.microbatch for action in actions if within(action.microbatch, enough)), default=0) + 1
         microbatches = min(named, max(room // stages, 1))
@@ -147,25 +140,11 @@ class BoundPlan:
             faults=[] if fault is None else [fault],
             names_ranks=bool(rank_of_slot),
         )
-        if bound.names_ranks:
-            by_rank = stages_by_placement(rank_of_slot, codes, len(rows))
-        else:
-            by_rank = stages_by_name(rows, codes)
-        moves: list[Action] = []
         try:
-            for rank, row in enumerate(rows):
-                bound._bind_row(rank, row, by_rank[rank], moves)
+            bound._bind_rows(rows)
         except _NotLaidOutError:
-            actions = (item for row in rows for item in row if isinstance(item, Action))
-            names = [action.kind for action in actions]
+            names = [item.kind for row in rows for item in row if isinstance(item, Action)]
             return cls.bind(rows, stages, microbatches, place, after, [kind for kind in OPTIONAL if kind in names])
-        if moves:
-            codes.add(moves)
-        else:
-            bound.lists = bound.rows
-        if not bound.names_ranks:
-            listed = zip(*map(bound.ranks_of, codes.per_microbatch), strict=True)
-            bound.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
         for code in codes.of_kind.get("C", ()):
             if bound.rank_of[code] != NO_RANK:
                 codes.recompute(code)
@@ -174,6 +153,22 @@ class BoundPlan:
         if after is not None and (fault := require_slices(after, codes, bound.rank_of_slot)):
             bound.faults.append(fault)
         return bound
+
+    def _bind_rows(self, rows: Sequence[Sequence[object]]) -> None:
+        codes, moves = self.codes, list[Action]()
+        if self.names_ranks:
+            by_rank = stages_by_placement(self.rank_of_slot, codes, len(rows))
+        else:
+            by_rank = stages_by_name(rows, codes)
+        for rank, row in enumerate(rows):
+            self._bind_row(rank, row, by_rank[rank], moves)
+        if moves:
+            codes.add(moves)
+        else:
+            self.lists = self.rows
+        if not self.names_ranks:
+            listed = zip(*map(self.ranks_of, codes.per_microbatch), strict=True)
+            self.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
 
     def computes(self, code: int) -> bool:
         """Whether a rank does nothing else during an action."""
@@ -233,8 +228,8 @@ class BoundPlan:
     @property
     def needs_aside(self) -> bool:
         """Whether an action needs a value that walks take as given: its place in the row is still to be checked."""
-        kinds = (kind for kind in self.codes.per_microbatch if not ASIDE.isdisjoint(TRAITS[kind].needs))
-        return bool(self.written_reduces) or any(max(self.ranks_of(kind)) != NO_RANK for kind in kinds)
+        kinds = self.codes.per_microbatch
+        return bool(self.written_reduces) or any(not ASIDE.isdisjoint(TRAITS[kind].needs) for kind in kinds)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -420,8 +415,7 @@ class BoundPlan:
         self, rank: int, position: int, item: object, stages_of_rank: StagesOfRank, moves: list[Action]
     ) -> list[int]:
         """Return the codes of a pair, an `R`, or a move; none if it cannot be bound."""
-        halves = (item.forward, item.backward) if isinstance(item, Pair) else (item,)
-        codes = [self._code(rank, position, half, stages_of_rank, moves) for half in halves]
+        codes = [self._code(rank, position, half, stages_of_rank, moves) for half in halves_of(item)]
         legal = [code for code in codes if code is not None]
         if len(legal) == 2:
             self.pairs.add(legal[0])

@@ -15,7 +15,7 @@ Only this module knows these numbers. All others read the tables of `Codes`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind, Traits
@@ -99,37 +99,41 @@ class Codes:
         self.stage = list(range(stages)) * (len(self.kind) // stages)
         self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
         self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
-        rows = [(TRAITS[kind], len(codes)) for kind, codes in self.of_kind.items()]
-        self.holds = bytearray().join(bytes([traits.in_flight > 0]) * count for traits, count in rows)
-        self.forward = b"".join(bytes([traits.forward]) * count for traits, count in rows)
-        self.releases = b"".join(bytes([traits.in_flight < 0]) * count for traits, count in rows)
-        self.collective = b"".join(bytes([traits.collective]) * count for traits, count in rows)
+        self.holds = bytearray(self._by_kind(lambda traits: traits.in_flight > 0))
+        self.forward = self._by_kind(lambda traits: traits.forward)
+        self.releases = self._by_kind(lambda traits: traits.in_flight < 0)
+        self.collective = self._by_kind(lambda traits: traits.collective)
 
         self.always = len(self.values) * slots
-        self.first_need: list[int] = []
-        self.second_need: list[int] = []
         self.more_needs: dict[int, tuple[int, ...]] = {}
         self._more_needers: dict[int, tuple[int, ...]] = {}
-        self.comes: list[int] = []
-        self.gives: list[int] = []
+        self.first_need, self.second_need, self.comes, self.gives = list[int](), list[int](), list[int](), list[int]()
         numbers = [self.always, *range(self.always + 1)]  # one object for each: value -1, then 0 and on
-
-        def by_slot(name: str, shift: int) -> list[int]:
-            first = self.values.index(name) * slots + shift + 1
-            values = numbers[first : first + slots]
-            if shift:  # there is no stage before the first one, and none after the last one
-                values[0 if shift < 0 else stages - 1 :: stages] = [self.always] * microbatches
-            return values
-
-        nothing = [self.always] * slots
         self.slot: list[int] = numbers[1 : slots + 1] * many
         for kind in self.per_microbatch:
-            needs = [by_slot(*need) for need in _NEEDS[kind]]
-            first, second = [*needs, nothing, nothing][:2]
-            self.first_need += first
-            self.second_need += second
-            self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
-            self.gives += by_slot(TRAITS[kind].gives[0], 0)
+            self._link(kind, numbers)
+
+    def _by_kind(self, holds: Callable[[Traits], bool]) -> bytes:
+        """Return, by code, what is true of its kind."""
+        return b"".join(bytes([holds(TRAITS[kind])]) * len(codes) for kind, codes in self.of_kind.items())
+
+    def _link(self, kind: Kind, numbers: Sequence[int]) -> None:
+        """Append what the codes of a kind need and give: `numbers` has one object for each value, from -1 on."""
+
+        def by_slot(name: str, shift: int) -> list[int]:
+            first = self.values.index(name) * self._slots + shift + 1
+            values = [*numbers[first : first + self._slots]]
+            if shift:  # there is no stage before the first one, and none after the last one
+                values[0 if shift < 0 else self.stages - 1 :: self.stages] = [self.always] * self.microbatches
+            return values
+
+        nothing = [self.always] * self._slots
+        needs = [by_slot(*need) for need in _NEEDS[kind]]
+        first, second = [*needs, nothing, nothing][:2]
+        self.first_need += first
+        self.second_need += second
+        self.comes += next((needs[at] for at, (_, shift) in enumerate(_NEEDS[kind]) if shift), nothing)
+        self.gives += by_slot(TRAITS[kind].gives[0], 0)
 
     def add(self, moves: Sequence[Action]) -> None:
         """Give each of some moves a code; what they wait for, and what waits for them, `BoundPlan` says."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pipelab.errors import FormatError
 from pipelab.files import write
-from pipelab.plan.actions import EVERY_KIND, Action, Item, Pair, parse_item
+from pipelab.plan.actions import EVERY_KIND, Action, Item, halves_of, parse_item
 from pipelab.plan.fault import shorten
 
 _IDLE = ("",)
@@ -127,7 +127,7 @@ def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
     found: dict[int, dict[int, list[int]]] = {}
     for rank, row in enumerate(rows):
         for item in row:
-            action = item.forward if isinstance(item, Pair) else item
+            action = halves_of(item)[0]
             if isinstance(action, Action) and action.kind in EVERY_KIND and action.traits.forward:
                 stage, microbatch = action.stage, action.microbatch
                 if isinstance(stage, int) and isinstance(microbatch, int):  # a faulty plan may hold anything

@@ -10,7 +10,7 @@ If no rank can move, the ranks that have not finished are stuck. The order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,81 +216,89 @@ class Network:
         return found
 
 
-def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[tuple[int, tuple[int, ...]]], Network]:
+Job = tuple[int, tuple[int, ...]]
+"""A rank, and the code that it runs, or the two codes of a pair that share a slot."""
+
+
+def network_of(bound: BoundPlan, pairs: Collection[int]) -> tuple[list[Job], Network]:
     """Return a legal plan's jobs in its own order, and their network.
 
-    A job is a rank and the code that it runs, or the two codes of a pair that share a slot, if its forward is among
-    `pairs` and pairs can run so; an `R` is one on each rank of its group. It follows the one before it on its rank (an
-    `R`: on each rank of its group), then the givers of what it needs, and the moves that it waits for. What travels
-    from another rank has the code that needs it as its number.
+    The two of a pair are one job if its forward is among `pairs`, and pairs can run so; an `R` is one on each rank of
+    its group. A job follows the one before it on its rank (an `R`: on each rank of its group), then the givers of what
+    it needs, and the moves that it waits for. What travels from another rank has the code that needs it as its number.
     """
-    codes = bound.codes
-    jobs: list[tuple[int, tuple[int, ...]]] = []
-    follows: list[list[Link]] = []
-    made: dict[int, int] = {}  # by value, the job that gives it
-    latest: dict[int, int] = {}  # by rank, the last job that computes
     walk = traverse(bound, atomic_pairs=bool(pairs))
     if walk.stuck:
         walk, pairs = traverse(bound), ()
-    awaited = bound.awaited()
-    coming = [iter(row) for row in bound.lists]
-    channels = _Channels(bound)
-
-    def move(rank: int, code: int) -> None:
-        follows.append(channels.follow(rank, code, latest.get(rank), len(jobs)))
-        jobs.append((rank, (code,)))
-
+    made = _Jobs(bound)
     for unit in units(walk.order, pairs):
-        collective = codes.collective[unit[0]]
-        ranks = bound.reduces[unit[0]] if collective else [bound.rank_of[unit[0]]]
-        before = {rank: latest[rank] for rank in ranks if rank in latest}
-        for rank in ranks:
-            for code in unit:
-                for earlier in iter(coming[rank].__next__, code):
-                    move(rank, earlier)
-            after = [(before[each], NOTHING) for each in sorted(before, key=lambda each: each != rank)]
-            for code in unit:
-                for value in codes.needs(code):
-                    crosses = jobs[made[value]][0] != rank
-                    after.append((made[value], code if crosses else NOTHING))
-                after += [(channels.job_of[each], NOTHING) for each in awaited.get(code, ())]
-            latest[rank] = len(jobs)
-            jobs.append((rank, tuple(unit)))
-            follows.append(after)
-        if not collective:
-            made |= {value: latest[ranks[0]] for code in unit for value in codes.all_gives(code)}
-    for rank, left in enumerate(coming):
-        for code in left:
-            move(rank, code)
-    return jobs, Network(follows)
+        made.run(unit)
+    made.end()
+    return made.jobs, Network(made.follows)
 
 
-class _Channels:
-    """What runs beside computing: each channel of a rank does one thing after the other.
-
-    A move follows what comes before it on its rank, on its channel, and of what it moves. An all-reduce begins when all
-    ranks of its stage have come to it, and the all-reduce before it is over on each.
-
-    Attributes:
-        job_of: by code of a move, its job.
-    """
+class _Jobs:
+    """The jobs of a plan, and what each follows."""
 
     def __init__(self, bound: BoundPlan) -> None:
         self.bound = bound
-        self.job_of: dict[int, int] = {}
-        self._last: dict[tuple[int, object], int] = {}  # by rank, and by channel or what it moves
-        self._together: dict[int, list[Link]] = {}  # by code of an all-reduce, what it follows on all of its ranks
+        self.jobs: list[Job] = []
+        self.follows: list[list[Link]] = []
+        self._coming = [iter(row) for row in bound.lists]
+        self._awaited = bound.awaited()
+        self._latest: dict[int, int] = {}  # by rank, its last job that computes
+        self._made: dict[int, int] = {}  # by value, the job that gives it
+        self._moved: dict[int, int] = {}  # by code of a move, its job
+        self._last: dict[tuple[int, object], int] = {}  # by rank, and by channel or what is moved: its last move
+        self._together: dict[int, list[Link]] = {}  # by code of an `R` beside computing, what it follows on all ranks
 
-    def follow(self, rank: int, code: int, issued: int | None, job: int) -> list[Link]:
-        """Enter the job of a code that does not compute; return what it follows."""
+    def run(self, unit: Sequence[int]) -> None:
+        """Add an action or a pair, after the moves before it on its rank; an all-reduce, on each of its ranks."""
+        codes, collective = self.bound.codes, self.bound.codes.collective[unit[0]]
+        ranks = self.bound.reduces[unit[0]] if collective else [self.bound.rank_of[unit[0]]]
+        before = {rank: self._latest[rank] for rank in ranks if rank in self._latest}
+        for rank in ranks:
+            for code in unit:
+                for move in iter(self._coming[rank].__next__, code):
+                    self._move(rank, move)
+            own_first = sorted(before, key=lambda other: other != rank)
+            needs = [link for code in unit for link in self._needs(rank, code)]
+            self._latest[rank] = self._add(rank, unit, [*((before[other], NOTHING) for other in own_first), *needs])
+        if not collective:
+            given = [value for code in unit for value in codes.all_gives(code)]
+            self._made |= dict.fromkeys(given, self._latest[ranks[0]])
+
+    def end(self) -> None:
+        """Add the moves that come last."""
+        for rank, left in enumerate(self._coming):
+            for move in left:
+                self._move(rank, move)
+
+    def _add(self, rank: int, unit: Sequence[int], after: list[Link]) -> int:
+        self.jobs.append((rank, tuple(unit)))
+        self.follows.append(after)
+        return len(self.jobs) - 1
+
+    def _needs(self, rank: int, code: int) -> Iterator[Link]:
+        for value in self.bound.codes.needs(code):
+            giver = self._made[value]
+            yield giver, NOTHING if self.jobs[giver][0] == rank else code
+        for move in self._awaited.get(code, ()):
+            yield self._moved[move], NOTHING
+
+    def _move(self, rank: int, code: int) -> None:
+        """Add what does not compute. Each channel of a rank does one thing after the other.
+
+        A move follows what comes before it on its rank, on its channel, and of what it moves. An all-reduce begins when
+        all ranks of its stage have come to it, and the all-reduce before it is over on each.
+        """
         collective = self.bound.codes.collective[code]
         keys = ["all-reduce"] if collective else [self.bound.codes.traits(code).channel, self.bound.what(code)]
         before = {self._last[rank, key] for key in keys if (rank, key) in self._last}
-        before |= set() if issued is None else {issued}
-        links = [(each, NOTHING) for each in sorted(before)]
+        before |= {self._latest[rank]} if rank in self._latest else set()
+        after: list[Link] = [(job, NOTHING) for job in sorted(before)]
         if collective:  # one list for all ranks
-            self._together.setdefault(code, []).extend(links)
-            links = self._together[code]
-        self._last.update({(rank, key): job for key in keys})
-        self.job_of[code] = job
-        return links
+            self._together.setdefault(code, []).extend(after)
+            after = self._together[code]
+        self._moved[code] = self._add(rank, (code,), after)
+        self._last |= {(rank, key): self._moved[code] for key in keys}

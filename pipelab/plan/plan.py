@@ -94,26 +94,12 @@ class Plan:
         after: After | None = None,
     ) -> None:
         """Read the rows without checking them; endless ones are cut off."""
-        if stages is not None:
-            stages = require_size("stages", stages)
-        if microbatches is not None:
-            microbatches = require_size("microbatches", microbatches)
+        stages = None if stages is None else require_size("stages", stages)
+        microbatches = None if microbatches is None else require_size("microbatches", microbatches)
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
             limit = endless_limit(stages, microbatches) + 1
-        if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
-            text = shorten(rows if isinstance(rows, str) else list(rows))
-            raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({text}) reads it")
-        taken: list[tuple[tuple[object, ...], bool]] = []
-        room = MOST_ACTIONS
-        for row in rows:
-            taken.append(_take(row, limit, room))
-            room -= max(1, len(taken[-1][0]))
-            if room < 0:
-                raise UsageError(
-                    f"the first {len(taken)} rows list more than {MOST_ACTIONS} actions, the most that a plan may have"
-                    "\n  try: end every loop after the last backward"
-                )
+        taken = _all_taken(rows, limit)
         if stages is None or microbatches is None:
             whole_rows = [row for row, whole in taken if whole]
             stages, microbatches = named_sizes(whole_rows, len(taken), stages, microbatches)
@@ -254,17 +240,14 @@ class Plan:
         bound, codes = self.bound, self.bound.codes
         graph: networkx.DiGraph[Action] = networkx.DiGraph()
         names = {code: codes.action(code) for row in bound.rows for code in row}
-        for rank, row in enumerate(bound.rows):
-            for code in row:
-                if codes.collective[code]:
-                    graph.add_node(names[code], ranks=tuple(bound.reduces[code]))
-                else:
-                    graph.add_node(names[code], rank=rank)
         for code, action in names.items():
-            for value in codes.all_needs(code):
-                for giver in codes.givers(value):
-                    if giver in names:
-                        graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
+            where = {"ranks": tuple(bound.reduces[code])} if codes.collective[code] else {"rank": bound.rank_of[code]}
+            graph.add_node(action, **where)
+        for code, action in names.items():
+            given = ((giver, value) for value in codes.all_needs(code) for giver in codes.givers(value))
+            for giver, value in given:
+                if giver in names:
+                    graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
         for row in bound.rows:
             for before, after in pairwise(row):
                 if graph.has_edge(names[before], names[after]):
@@ -332,6 +315,24 @@ class Plan:
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def _all_taken(rows: Iterable[Iterable[object]], limit: int) -> list[tuple[tuple[object, ...], bool]]:
+    """Return the rows as `_take` does; refuse texts, and more actions than a plan may have."""
+    if isinstance(rows, str) or (isinstance(rows, Sequence) and any(isinstance(row, str) for row in rows)):
+        text = shorten(rows if isinstance(rows, str) else list(rows))
+        raise FormatError(f"Plan takes lists of actions, got text: Plan.parse({text}) reads it")
+    taken: list[tuple[tuple[object, ...], bool]] = []
+    room = MOST_ACTIONS
+    for row in rows:
+        taken.append(_take(row, limit, room))
+        room -= max(1, len(taken[-1][0]))
+        if room < 0:
+            raise UsageError(
+                f"the first {len(taken)} rows list more than {MOST_ACTIONS} actions, the most that a plan may have\n"
+                "  try: end every loop after the last backward"
+            )
+    return taken
 
 
 def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, ...], bool]:

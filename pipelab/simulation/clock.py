@@ -83,25 +83,14 @@ def simulate(
     cost = as_cost(cost)
     require_words(order, transport)
     sends = None if max_outstanding_sends is None else require_size("max_outstanding_sends", max_outstanding_sends)
-    queues = transport != "buffered" or sends is not None
-    if queues and cost.sender == "busy":
-        raise CostError(f"transport={transport!r}, sender='busy': a busy sender needs buffered transfers; drop one")
     walked = require_legal(plan).order
     plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
     bound = plan.bound
     paired = cost.pair_times(plan) if bound.pairs else None
     if paired is not None:
-        walk = traverse(bound, atomic_pairs=True)
-        if walk.stuck:
-            faults = [with_excerpt(plan, fault) for fault in deadlocks(bound, walk, atomic_pairs=True)]
-            raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
-        walked = walk.order
-    if bound.moves and queues:
-        raise CostError(
-            f"{plan.name} has {bound.moves[0].action}: what runs beside computing is simulated where transfers do not "
-            "queue\n  try: leave out transport and sends"
-        )
-    if queues:
+        walked = _walked_by_slots(plan)
+    if transport != "buffered" or sends is not None:
+        _refuse_queues(plan, cost)
         return on_the_wire(plan, cost, paired, order, transport, sends)
     if bound.moves or cost.sender == "busy":
         begun, ended, delay = _by_network(plan, bound, cost, paired)
@@ -117,6 +106,28 @@ def simulate(
         costs=partial(cost.table, plan),
         note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
     )
+
+
+def _walked_by_slots(plan: Plan) -> list[int]:
+    """Return the codes of a legal plan in an order in which both halves of a pair may start together."""
+    walk = traverse(plan.bound, atomic_pairs=True)
+    if walk.stuck:
+        faults = [with_excerpt(plan, fault) for fault in deadlocks(plan.bound, walk, atomic_pairs=True)]
+        raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
+    return walk.order
+
+
+def _refuse_queues(plan: Plan, cost: Cost) -> None:
+    """Refuse what is simulated only where transfers do not queue."""
+    if cost.sender == "busy":
+        raise CostError(
+            "sender='busy': a busy sender needs buffered transfers: leave out transport, max_outstanding_sends"
+        )
+    for move in plan.bound.moves:
+        raise CostError(
+            f"{plan.name} has {move.action}: what runs beside computing is simulated where transfers do not queue\n"
+            "  try: leave out transport and max_outstanding_sends"
+        )
 
 
 def first_replica(plan: Plan, name: str = "") -> Plan:
@@ -145,6 +156,11 @@ def _clock(
     begun = [0.0] * len(lasts)
     ended = [0.0] * len(lasts)
     slot_of: dict[int, float] = {}  # backward of a pair -> start of the slot it shares
+
+    def arrived(code: int) -> float:
+        first, second = ready[first_need[code]] + first_lag[code], ready[second_need[code]] + second_lag[code]
+        return max([first, second, *(ready[value] for value in codes.more_needs.get(code, ()))])
+
     for at, code in enumerate(order):
         if collective[code]:
             group = bound.reduces[code]
@@ -168,17 +184,12 @@ def _clock(
                 start = arrives
             end = start + lasts[code]
             if needs_more and code in needs_more:
-                slot = [code]
-                if paired is not None and code in bound.pairs:
-                    slot.append(order[at + 1])
-                    for need, lag in ((first_need, first_lag), (second_need, second_lag)):
-                        start = max(start, ready[need[slot[1]]] + lag[slot[1]])
-                more = (ready[value] for each in slot for value in codes.more_needs.get(each, ()))
-                start = max([start, *more])
+                start = max(start, arrived(code))
                 end = start + lasts[code]
-                if paired is not None and len(slot) > 1:
+                if paired is not None and code in bound.pairs:
+                    start = max(start, arrived(order[at + 1]))
                     end = start + paired[codes.slot[code]]
-                    slot_of[slot[1]] = start
+                    slot_of[order[at + 1]] = start
         ready[gives[code]] = end
         begun[code] = start
         ended[code] = end

@@ -35,13 +35,11 @@ from pipelab.cli.measuring import (
 )
 from pipelab.cli.options import (
     PostingOrder,
-    RunSizes,
     Save,
     SaveComparison,
     SaveFaults,
     SaveRun,
     Sizes,
-    SweepSizes,
     Target,
     Targets,
     Times,
@@ -248,7 +246,7 @@ def export_chakra(
 @grouped
 def compare(
     targets: Targets,
-    sizes: SweepSizes,
+    sizes: Sizes,
     times: Times,
     save: SaveComparison = None,
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
@@ -272,7 +270,7 @@ def compare(
         raise UsageError(f"--with needs one plan, and one number of micro-batches: pipelab compare PLAN --with {other}")
     require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
     if len(counts) <= 1:
-        subjects = sizes.find(targets)
+        subjects = sizes.find_all(targets)
         traces = times.traces(subjects, targets)
         if uneven := times.uneven([trace.plan for trace in traces]):
             say(uneven)
@@ -306,7 +304,7 @@ def compare(
 
 @app.command()
 @grouped
-def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> None:
+def run(targets: Targets, sizes: Sizes, work: Work, save: SaveRun = None) -> None:
     """Run schedules on real tensors, and measure them.
 
     On this machine; their gradients are verified.
@@ -315,10 +313,10 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     cores. Several numbers of micro-batches (`-m 2,4,8`) make a table over one batch.
     """
     counts = sizes.counts_beside(targets)
-    targets = sizes.with_settings(targets, work.usual_ranks)
+    targets = sizes.with_settings(targets)
     require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
     if len(counts) <= 1:
-        plans = [as_plan(untimed(subject)) for subject in sizes.find(targets, work.usual_ranks)]
+        plans = [as_plan(untimed(subject)) for subject in sizes.find_all(targets, work.usual_ranks)]
         ranks = max(plan.ranks for plan in plans)
         command = _warned(ranks, targets, sizes, work)
         comparison, results = measure(targets, plans, work)
@@ -340,7 +338,7 @@ def run(targets: Targets, sizes: RunSizes, work: Work, save: SaveRun = None) -> 
     _conclude(results, ranks, command, work)
 
 
-def _warned(ranks: int, targets: Sequence[str], sizes: RunSizes, work: Work) -> str:
+def _warned(ranks: int, targets: Sequence[str], sizes: Sizes, work: Work) -> str:
     """Warn before the work if there are too few cores for it; return the command without its options for the model."""
     own = {"-r": sizes.ranks, "-m": sizes.microbatches, "--replicas": sizes.replicas if sizes.replicas > 1 else None}
     words = [word for name, value in own.items() if value for word in (name, str(value))]

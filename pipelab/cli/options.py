@@ -63,14 +63,6 @@ PostingOrder = Annotated[
 TransportWord = Annotated[
     Transport, typer.Option("--transport", help="which sends and receives wait for each other; see the page The wire")
 ]
-_Ranks = Annotated[int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4")]
-_Replicas = Annotated[
-    int, typer.Option("--replicas", min=1, help="copies of the pipeline, each with its own ranks and micro-batches")
-]
-_Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="name=value, a parameter of the schedule; of several, all that accept it; repeatable"),
-]
 _Costs = Annotated[
     list[str] | None,
     typer.Option(
@@ -95,31 +87,23 @@ def whole_numbers(option: str, given: str | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a schedule and its own parameters."""
+    """The sizes of schedules and their own parameters; several numbers of micro-batches make a table."""
 
-    ranks: _Ranks = None
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", min=1, help="slices of the batch; by default 8")
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 4 (run without --emulate: 2)"),
     ] = None
-    replicas: _Replicas = 1
-    sets: _Sets = None
-
-    def find(self, target: str) -> Schedule | Plan | Trace:
-        """Return the schedule, plan or trace that a target names, at this size."""
-        (target,) = with_settings([target], self.sets or [], self.ranks, self.microbatches)
-        return _replicated(find(target, self.ranks, self.microbatches), self.replicas)
-
-
-@dataclass(frozen=True)
-class SweepSizes:
-    """The sizes of schedules shown side by side; several numbers of micro-batches make a table."""
-
-    ranks: _Ranks = None
     microbatches: Annotated[
-        str | None, typer.Option("--microbatches", "-m", help="slices of the batch; by default 8; 2,4,8 makes a table")
+        str | None,
+        typer.Option("--microbatches", "-m", help="slices of the batch; by default 8; 2,4,8 compares or runs several"),
     ] = None
-    replicas: _Replicas = 1
-    sets: _Sets = None
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, help="copies of the pipeline, each with its own ranks and micro-batches")
+    ] = 1
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="name=value, a parameter of all schedules that accept it; repeatable"),
+    ] = None
 
     @property
     def counts(self) -> list[int]:
@@ -137,11 +121,18 @@ class SweepSizes:
             )
         return self.counts
 
-    def with_settings(self, targets: Sequence[str], usual_ranks: int = 4) -> list[str]:
+    def with_settings(self, targets: Sequence[str]) -> list[str]:
         """Return the targets, each with the parameters that `--set` gives it."""
-        return with_settings(targets, self.sets or [], self.ranks, next(iter(self.counts), None), usual_ranks)
+        return with_settings(targets, self.sets or [])
 
-    def find(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
+    def find(self, target: str) -> Schedule | Plan | Trace:
+        """Return the schedule, plan or trace that a target names, at this size."""
+        if len(self.counts) > 1:
+            raise UsageError(f"--microbatches {self.microbatches}: several numbers are for pipelab compare and run")
+        (found,) = self.find_all(self.with_settings([target]))
+        return found
+
+    def find_all(self, targets: Sequence[str], usual_ranks: int = 4) -> list[Schedule | Plan | Trace]:
         """Return what the targets name; plans and traces among several targets keep their own sizes."""
         count = next(iter(self.counts), None)
         return [
@@ -156,15 +147,6 @@ class SweepSizes:
         found = find(target, self.ranks, microbatches, usual_ranks)
         assert isinstance(found, Schedule)  # a file refuses other sizes than its own
         return found if self.replicas == 1 else replicate(found, self.replicas)
-
-
-@dataclass(frozen=True)
-class RunSizes(SweepSizes):
-    """The sizes of schedules that run on this machine; the default is 2 ranks."""
-
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline; by default 2, with --emulate 4")
-    ] = None
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class Lanes:
         least = (f"{word} {wording.number(idle.duration)}", word)
         if idle.giver is None or idle.reason in ("fill", "order"):
             return least
-        if idle.giver.traits.channel:
+        if idle.reason == "channel":
             return (f"{least[0]} for {idle.giver}", *least)
         code = self.trace.plan.bound.codes.code(idle.giver)
         giver, rank = self._named(code)[1], self.trace.plan.bound.rank_of[code]

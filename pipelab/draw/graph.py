@@ -46,7 +46,7 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
     import graphviz
 
     trace = simulate(plan, cost)
-    path = [event.action for event in trace.critical_path if not event.action.traits.channel]
+    path = [event.action for event in trace.critical_path if event.action.traits.computes]
     drawing = graphviz.Digraph(graphviz.escape(clean(plan.name)))
     drawing.attr(label=graphviz.escape(_caption(trace)) + "\\n ", labelloc="t", labeljust="l", fontname="Helvetica")
     drawing.attr(layout="neato", inputscale="72", splines="true", outputorder="edgesfirst")

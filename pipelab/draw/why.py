@@ -30,11 +30,10 @@ def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
     root: int | None = None
     if found is not None:
         told = [sentence(trace, found)]
-        if found.giver is not None and found.giver.traits.channel and found.needer is not None:
-            at_row = trace.plan.bound.index_of(rank)[codes.code(found.needer)]
-            root = max(waits.needs(rank, at_row), key=lambda need: need.there).giver
-        elif found.giver is not None:
-            root = codes.code(found.giver)
+        if found.giver is not None and found.needer is not None:
+            needs = waits.needs(rank, trace.plan.bound.index_of(rank)[codes.code(found.needer)])
+            given = [need for need in needs if codes.action(need.giver) == found.giver]
+            root = max(given, key=lambda need: need.there).giver
     else:
         code = max(
             (each for each in trace.events_of(rank) if each.start <= at), key=lambda each: (each.start, each.end)
@@ -65,7 +64,7 @@ def sentence(trace: Trace, idle: Idle) -> str:
         return f"{head}it has done all of its actions, and {idle.needer} runs beside computing."
     if idle.giver is None:
         return f"{head}{idle.needer}, its first action, needs nothing, and has not been started."
-    ended = idle.end if idle.giver.traits.channel else _when(trace, idle.giver)
+    ended = max((event.end for event in trace.events if event.action == idle.giver), default=idle.end)
     if idle.reason == "all-reduce":
         return f"{head}{idle.needer} begins when the last rank is there, which runs {idle.giver} until {number(ended)}."
     told = {
@@ -112,8 +111,3 @@ def chain(trace: Trace, code: int) -> Iterator[str]:
         else:
             yield f"{named(code)} begins on rank {rank} at {began}: it is the rank's first action, and needs nothing."
             return
-
-
-def _when(trace: Trace, action: object) -> float:
-    """Return when an action ended; an `R` ends on the last of its ranks."""
-    return max(event.end for event in trace.events if event.action == action)

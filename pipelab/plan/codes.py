@@ -117,12 +117,12 @@ class Codes:
         """Return, by code, what is true of its kind."""
         return b"".join(bytes([holds(TRAITS[kind])]) * len(codes) for kind, codes in self.of_kind.items())
 
-    def _link(self, kind: Kind, numbers: Sequence[int]) -> None:
+    def _link(self, kind: Kind, numbers: list[int]) -> None:
         """Append what the codes of a kind need and give: `numbers` has one object for each value, from -1 on."""
 
         def by_slot(name: str, shift: int) -> list[int]:
             first = self.values.index(name) * self._slots + shift + 1
-            values = [*numbers[first : first + self._slots]]
+            values = numbers[first : first + self._slots]
             if shift:  # there is no stage before the first one, and none after the last one
                 values[0 if shift < 0 else self.stages - 1 :: self.stages] = [self.always] * self.microbatches
             return values

@@ -25,19 +25,12 @@ _LATE_NANOSECONDS = 200_000
 
 @dataclass(slots=True)
 class _Backward:
-    """The backward of one micro-batch through a layer: its two parts, which may run together (`B`) or apart (`I`, `W`).
+    """The backward of one micro-batch through a layer, in two parts: together (`B`) or apart (`I`, `W`)."""
 
-    Attributes:
-        trunk: nanoseconds that the input's gradient takes.
-        branch: nanoseconds that the weight's gradient takes.
-        weight: the node that stands for it; `None` if the weight is frozen.
-        owed: what the trunk left to the branch to sleep.
-    """
-
-    trunk: int
-    branch: int
-    weight: Node | None = None
-    owed: int = 0
+    trunk: int  # nanoseconds that the input's gradient takes
+    branch: int  # nanoseconds that the weight's gradient takes
+    weight: Node | None = None  # the node that stands for it; `None` if the weight is frozen
+    owed: int = 0  # what the trunk left to the branch to sleep
 
 
 class _Trunk(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipelab.engine.device.devices import RankDevice
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.batch import Part
+from pipelab.engine.stage.batch import Cut, Part, Reduction
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Buffers, Runners
@@ -39,25 +39,15 @@ class Settings:
 
 
 class Engine(ABC):
-    """Runs a plan on a model's stages. The methods defined here fit an engine that has all stages in one process.
+    """Runs a plan on a model's stages. The methods defined here fit an engine that has all stages in one process."""
 
-    Attributes:
-        devices: the device of each rank.
-        stage_devices: for each stage, the device on which this process runs it in plain training.
-        local_stages: the stages whose parameters learn in this process.
-        labels: the device and the thread or process of each rank, for drawings.
-        runners: what runs each stage.
-        intra_op_threads: how many processor threads each operation on a CPU rank uses.
-        transport: what waits for what among the values between ranks: see `simulate`.
-    """
-
-    devices: Sequence[RankDevice]
-    stage_devices: Sequence[torch.device]
-    local_stages: Sequence[int]
-    labels: Sequence[str]
-    runners: Runners
-    intra_op_threads: int
-    transport: Transport = "buffered"
+    devices: Sequence[RankDevice]  # the device of each rank
+    stage_devices: Sequence[torch.device]  # for each stage, the device on which this process runs it in plain training
+    local_stages: Sequence[int]  # the stages whose parameters learn in this process
+    labels: Sequence[str]  # the device and the thread or process of each rank, for drawings
+    runners: Runners  # what runs each stage
+    intra_op_threads: int  # how many processor threads each operation on a CPU rank uses
+    transport: Transport = "buffered"  # what waits for what among the values between ranks: see `simulate`
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -109,6 +99,26 @@ class Engine(ABC):
 
     def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:  # noqa: B027 - one process has all
         """Let every process's `GradScaler` skip a step in which one process has a gradient that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a pipeline hands to `verify` and to `memory`."""
+
+    plan: Plan  # its plan
+    stages: Stages  # the model's stages
+    engine: Engine  # what runs them
+    cut: Cut  # how a batch is cut into micro-batches
+    loss_fn: Callable[[Any, Any], torch.Tensor]  # the loss of a micro-batch
+    reduction: Reduction  # how micro-batches' losses are weighed
+    run: Callable[..., tuple[StepState, Loss]]  # runs one step on a batch; with `only`, no other sequence's loss counts
+    caller: Callable[[], CallerContext]  # returns the caller's settings
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The stages' modules, and the loss's."""
+        loss = [self.loss_fn] if isinstance(self.loss_fn, nn.Module) else []
+        return [*self.stages.modules, *loss]
 
 
 Start = Callable[[Plan, Stages, Settings], Engine]

@@ -9,71 +9,67 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
 
 from pipelab.checking.memory import Memory
+from pipelab.engine.engine import Assembly
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
+from pipelab.engine.stage.snapshot import restored
 from pipelab.engine.stage.split_backward import Branch
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.step import Step
 from pipelab.engine.threads import ThreadsEngine
-from pipelab.engine.verify.reference import restored
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.simulation.memory import Held, MemoryUse
 
-if TYPE_CHECKING:
-    from pipelab.engine.pipeline import Pipeline
-
 Tensors = WeakValueDictionary[int, torch.Tensor]
 """Those that are alive, by identity."""
 
 
-def stage_memory(pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
-    """Return the bytes of every stage: run the first micro-batch, each stage on its own rank.
+def alone_on_ranks(pipe: Assembly, x: Any, y: Any) -> tuple[Plan, tuple[Any, Any]]:
+    """Return a plan that runs one micro-batch, each stage on its own rank, and the batch's first micro-batch.
 
     If the plan runs the last stage again (`C`), its backward may need the second output, beside the first, which the
     step keeps. So that stage runs again here too.
     """
     _require_threads(pipe)
     counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
-    first_x, first_y = (split_batch(each, counts)[0] for each in (x, y))
     rows = [f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)]
-    bound, last = pipe.plan.bound, pipe.plan.stages - 1
-    if bound.listed("C", last):
+    if pipe.plan.bound.listed("C", last := pipe.plan.stages - 1):
         rows[last] = f"{last}F0 {last}C0 {last}I0 {last}W0"
-    plan = Plan.parse(rows)
-    devices, reduction = pipe.engine.stage_devices, pipe.reduction
+    return Plan.parse(rows), (split_batch(x, counts)[0], split_batch(y, counts)[0])
+
+
+def stage_memory(alone: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
+    """Return the bytes of every stage, of a pipeline with the plan of `alone_on_ranks`."""
     sent: dict[int, int] = {}
-    with type(pipe)(pipe.stages.modules, plan, pipe.loss_fn, devices, reduction=reduction) as alone:
-        curves = step_memory(alone, first_x, first_y, optimizer, sent).curves
+    curves = step_memory(alone, x, y, optimizer, sent).curves
     forward, input_grad, weight_grad = zip(*(curve[-3:] for curve in curves), strict=True)
     return Memory(
         weights=[held.weights for held in weight_grad],
         gradients=[held.gradients for held in weight_grad],
         optimizer=[held.optimizer for held in weight_grad],
         activations=[held.activations for held in forward],
-        inputs=[sent.get(stage - 1, 0) for stage in range(pipe.plan.stages)],
+        inputs=[sent.get(stage - 1, 0) for stage in range(alone.plan.stages)],
         for_weight_grad=[held.activations for held in input_grad],
         outputs=weight_grad[-1].outputs,
     )
 
 
 def step_memory(
-    pipe: Pipeline, x: Any, y: Any, optimizer: torch.optim.Optimizer | None, sent: dict[int, int] | None = None
+    pipe: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimizer | None, sent: dict[int, int] | None = None
 ) -> MemoryUse:
     """Return what every rank held after each action of one step; in `sent`, by stage, the bytes of its last output."""
     engine = _require_threads(pipe)
-    gpus = {each.device for each in pipe.devices if each.device.type == "cuda"}
-    loss_fn = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
-    with restored([*pipe.stages.modules, *loss_fn], [x, y]):
+    gpus = {each.device for each in engine.devices if each.device.type == "cuda"}
+    with restored(pipe.modules, [x, y]):
         watch = _Watch(engine, [x, y], optimizer, {} if sent is None else sent)
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
@@ -92,10 +88,7 @@ def step_memory(
 class _Watch:
     """Looks at what each rank holds before its first action, and after every action.
 
-    The memory of the batch is the caller's, and does not count.
-
-    Attributes:
-        seen: for each rank, the actions, and the bytes in the order of `Held`.
+    `seen` has, for each rank, the actions, and the bytes in the order of `Held`. The batch's memory does not count.
     """
 
     def __init__(
@@ -146,7 +139,7 @@ def _bytes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {each.data_ptr(): each.nbytes() for each in memory if each.nbytes()}
 
 
-def _require_threads(pipe: Pipeline) -> ThreadsEngine:
+def _require_threads(pipe: Assembly) -> ThreadsEngine:
     """Refuse an engine that runs a part of the ranks, and hooks of the caller's on saved tensors."""
     if not isinstance(pipe.engine, ThreadsEngine):
         raise UsageError(

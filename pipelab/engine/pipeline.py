@@ -16,8 +16,8 @@ from torch import nn
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.checking.memory import Memory
 from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.engine import Settings, Start
-from pipelab.engine.memory import stage_memory, step_memory
+from pipelab.engine.engine import Assembly, Settings, Start
+from pipelab.engine.memory import alone_on_ranks, stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
@@ -312,7 +312,7 @@ class Pipeline:
             VerificationError: naming the parameter and the micro-batch that differ first.
         """
         with self.engine.frozen():
-            return verify(self, x, y)
+            return verify(self._assembly, x, y)
 
     def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
         """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
@@ -330,8 +330,13 @@ class Pipeline:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
-        with self.engine.frozen():
-            return stage_memory(self, x, y, optimizer)
+        plan, batch = alone_on_ranks(self._assembly, x, y)
+        devices, reduction = self.engine.stage_devices, self.reduction
+        with (
+            self.engine.frozen(),
+            Pipeline(self.stages.modules, plan, self.loss_fn, devices, reduction=reduction) as alone,
+        ):
+            return stage_memory(alone._assembly, *batch, optimizer)
 
     def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
         """Run one step, and measure how many bytes every rank holds after each of its actions.
@@ -361,7 +366,13 @@ class Pipeline:
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         with self.engine.frozen():
-            return step_memory(self, x, y, optimizer)
+            return step_memory(self._assembly, x, y, optimizer)
+
+    @property
+    def _assembly(self) -> Assembly:
+        return Assembly(
+            self.plan, self.stages, self.engine, self.cut, self.loss_fn, self.reduction, self.run, self.caller
+        )
 
     @property
     def is_first(self) -> bool:

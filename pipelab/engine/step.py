@@ -28,60 +28,34 @@ Act = Callable[[int, Any, dict[int, Any], Any], Any]
 
 @dataclass(slots=True)
 class RankState:
-    """How far one rank is in a step.
+    """How far one rank is in a step."""
 
-    Attributes:
-        rank: which rank.
-        actions: the rank's actions, in order; of an evaluation, the forwards.
-        stream: the rank's stream.
-        kept: per stage, what forwards store for their backwards.
-        begun: the clock at the start of each action.
-        ended: the clock at the end of each action.
-        moves: the clock at the start and at the end of each gather and free, if they are measured.
-        position: how many actions are done.
-        computing: whether the next one is running.
-    """
-
-    rank: int
-    actions: Sequence[Action]
-    stream: RankStream
-    kept: dict[int, dict[int, Any]]
-    begun: list[Any] = field(default_factory=list)
-    ended: list[Any] = field(default_factory=list)
-    moves: list[Sequence[Any]] = field(default_factory=list)
-    position: int = 0
-    computing: bool = False
+    rank: int  # which rank
+    actions: Sequence[Action]  # the rank's actions, in order; of an evaluation, the forwards
+    stream: RankStream  # the rank's stream
+    kept: dict[int, dict[int, Any]]  # per stage, what forwards store for their backwards
+    begun: list[Any] = field(default_factory=list)  # the clock at the start of each action
+    ended: list[Any] = field(default_factory=list)  # the clock at the end of each action
+    moves: list[Sequence[Any]] = field(default_factory=list)  # the same two of each gather and free, if measured
+    position: int = 0  # how many actions are done
+    computing: bool = False  # whether the next one is running
 
 
 @dataclass(slots=True)
 class StepState:
-    """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind.
+    """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind."""
 
-    Attributes:
-        inputs: the batch, per micro-batch.
-        loss: the loss; `None` for an evaluation.
-        watch_nan: whether to look for NaN and infinity after every action.
-        caller: the caller's autocast and hooks on saved tensors, which the workers apply too.
-        ranks: the ranks that run in this process.
-        outputs: per micro-batch, the model's output.
-        outputs_on: the ranks whose processes have outputs; `None` if all are here.
-        clocks: per rank, the clock that converts its readings into times.
-        travel: returns, by number of the value, how many milliseconds a value travelled between ranks.
-        note: a remark for readers of the trace.
-        joined: joins the outputs of the micro-batches.
-    """
-
-    inputs: list[Any]
-    loss: Loss | None
-    watch_nan: bool
-    caller: CallerContext
-    ranks: Sequence[RankState] = ()
-    outputs: list[Any] = field(default_factory=list)
-    outputs_on: Sequence[int] | None = None
-    clocks: Sequence[StepClock] = ()
-    travel: Callable[[], dict[int, float]] = dict
-    note: str = ""
-    joined: Callable[[list[Any]], Any] = join
+    inputs: list[Any]  # the batch, per micro-batch
+    loss: Loss | None  # the loss; `None` for an evaluation
+    watch_nan: bool  # whether to look for NaN and infinity after every action
+    caller: CallerContext  # the caller's autocast and hooks on saved tensors, which the workers apply too
+    ranks: Sequence[RankState] = ()  # the ranks that run in this process
+    outputs: list[Any] = field(default_factory=list)  # per micro-batch, the model's output
+    outputs_on: Sequence[int] | None = None  # the ranks whose processes have outputs; `None` if all are here
+    clocks: Sequence[StepClock] = ()  # per rank, the clock that converts its readings into times
+    travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
+    note: str = ""  # a remark for readers of the trace
+    joined: Callable[[list[Any]], Any] = join  # joins the outputs of the micro-batches
 
     def __post_init__(self) -> None:
         self.outputs = [None] * len(self.inputs)

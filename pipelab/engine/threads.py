@@ -319,43 +319,22 @@ Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What a worker does for one action.
+    """What a worker does for one action."""
 
-    Attributes:
-        action: the action.
-        forward: whether it is a forward.
-        microbatch: which micro-batch; -1 for an all-reduce.
-        stage: the stage that runs.
-        act: what is done.
-        needs: the value it starts from, by number; `None` for the batch's rows, the loss, or what the stage kept.
-        receives: whether another rank gives that value.
-        gives: the value it computes, by number; `None` if it is not needed.
-        sends: whether another rank needs it.
-        all_reduce: the all-reduce in which it takes part.
-    """
-
-    action: Action
-    forward: bool
-    microbatch: int
-    stage: Stage
-    act: Act
-    needs: int | None = None
-    receives: bool = False
-    gives: int | None = None
-    sends: bool = False
-    all_reduce: AllReduce | None = None
+    action: Action  # the action
+    forward: bool  # whether it is a forward
+    microbatch: int  # which micro-batch; -1 for an all-reduce
+    stage: Stage  # the stage that runs
+    act: Act  # what is done
+    needs: int | None = None  # the value it starts from; `None` for the batch's rows, the loss, or what was kept
+    receives: bool = False  # whether another rank gives that value
+    gives: int | None = None  # the value it computes, by number; `None` if it is not needed
+    sends: bool = False  # whether another rank needs it
+    all_reduce: AllReduce | None = None  # the all-reduce in which it takes part
 
 
 class Row:
-    """One rank's instructions, and what a step must know of all of them before it begins.
-
-    Attributes:
-        instructions: in order.
-        actions: their actions.
-        stages: the stages that they run.
-        received: the values that come from other ranks, by number.
-        all_reduces: the all-reduces in which the rank takes part, each with its ranks.
-    """
+    """One rank's instructions, and what a step must know of all of them before it begins."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.instructions = instructions
@@ -367,21 +346,13 @@ class Row:
 
 @dataclass(slots=True)
 class ThreadsStep(StepState):
-    """One step of all ranks, and the values between them.
+    """One step of all ranks, and the values between them."""
 
-    Attributes:
-        rows: every rank's instructions.
-        values: by number, the values under way.
-        ready: by number, a lock that is released when the value is there; only for values that change ranks.
-        barriers: for each all-reduce, where its ranks meet.
-        stopped: whether all ranks should stop.
-    """
-
-    rows: Sequence[Sequence[Instruction]] = ()
-    values: dict[int, Any] = field(default_factory=dict)
-    ready: dict[int, threading.Lock] = field(default_factory=dict)
-    barriers: dict[Action, Barrier] = field(default_factory=dict)
-    stopped: bool = False
+    rows: Sequence[Sequence[Instruction]] = ()  # every rank's instructions
+    values: dict[int, Any] = field(default_factory=dict)  # by number, the values under way
+    ready: dict[int, threading.Lock] = field(default_factory=dict)  # released when the value is there
+    barriers: dict[Action, Barrier] = field(default_factory=dict)  # for each all-reduce, where its ranks meet
+    stopped: bool = False  # whether all ranks should stop
 
     def begin(self, rows: Sequence[Row], streams: Sequence[RankStream]) -> None:
         """Lock what has to be waited for."""
@@ -479,14 +450,10 @@ def with_watch(rows: Sequence[Row], watch: Watch) -> list[Row]:
 
 
 class Barrier:
-    """Where the ranks of one all-reduce meet in one step: before the sum, and after it.
-
-    Attributes:
-        absent: the ranks that have not arrived.
-    """
+    """Where the ranks of one all-reduce meet in one step: before the sum, and after it."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.absent = set(ranks)
+        self.absent = set(ranks)  # those that have not arrived
         self._barrier = threading.Barrier(len(ranks))
         self._launched: list[Any] = []  # events of the ranks' kernels, for which all their streams wait
 
@@ -506,14 +473,9 @@ class Barrier:
 
 
 class AllReduce:
-    """One rank's part in the all-reduce of one stage.
-
-    Attributes:
-        group: the ranks that run the stage, the lowest first.
-    """
+    """One rank's part in the all-reduce of one stage, which the ranks of a group run, the lowest first."""
 
     def __init__(self, rank: int, group: Sequence[int], stages: Sequence[Stage], stream: RankStream) -> None:
-        """Take the part of `rank`; `stages` are what the ranks of the group run."""
         self.group = group
         self._rank = rank
         self._stages = stages

@@ -42,11 +42,7 @@ Jobs: TypeAlias = "queue.SimpleQueue[tuple[Worker, Callable[[], Any], Outcomes] 
 class Worker:
     """A thread that does one job after another, until the worker is ended or nothing refers to it.
 
-    `threads` is how many processor threads each of its operations may use.
-
-    Attributes:
-        thread: the thread.
-        idle: whether it does no job at present; it may still have one to begin.
+    `threads` is how many processor threads each of its operations may use. An `idle` one may still have a job to begin.
     """
 
     def __init__(self, name: str, threads: int) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipelab.engine.model.arguments import in_order, require_like, shapes_of
-from pipelab.engine.model.traced import TRACED, TracedStages, move
+from pipelab.engine.model.traced import TRACED, TracedStages, in_order, move, require_like, shapes_of
 from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
@@ -476,6 +475,9 @@ def short(count: int) -> str:
     return str(count)
 
 
+_Parts = tuple[float, float, list[tuple[int, int]]]
+
+
 def cut(weights: Sequence[float], into: int) -> list[tuple[int, int]]:
     """Return `(first, past the last)` for each of `into` contiguous parts, none empty.
 
@@ -488,36 +490,22 @@ def cut(weights: Sequence[float], into: int) -> list[tuple[int, int]]:
         >>> cut([5, 1, 1, 1, 1, 1], 2)
         [(0, 1), (1, 6)]
     """
-    count = len(weights)
-    total = [0.0, *accumulate(weights)]
-    # best[start]: the (heaviest, sum of squares) of the best cut of layers start... into the parts that are left, and
-    # where its first part ends. Filled from the last part to the first.
-    best: list[tuple[float, float, int] | None] = [
-        (total[count] - total[start], (total[count] - total[start]) ** 2, count) if start < count else None
-        for start in range(count + 1)
-    ]
-    ends = [[entry[2] if entry else count for entry in best]]
+    count, total = len(weights), [0.0, *accumulate(weights)]
+    # best[start]: of layers start... in so many parts, the heaviest part, the sum of squares, and the bounds
+    loads = [total[count] - before for before in total[:count]]
+    best = {start: (load, load**2, [(start, count)]) for start, load in enumerate(loads)}
     for parts in range(2, into + 1):
-        following = best
-        best = [None] * (count + 1)
-        for start in range(count - parts + 1):
-            for end in range(count - parts + 1, start, -1):
-                rest = following[end]
-                if rest is None:
-                    continue
-                load = total[end] - total[start]
-                candidate = (max(load, rest[0]), load**2 + rest[1], end)
-                known = best[start]
-                if known is None or candidate[:2] < known[:2]:
-                    best[start] = candidate
-        ends.append([entry[2] if entry else count for entry in best])
-    bounds: list[tuple[int, int]] = []
-    start = 0
-    for parts in range(into, 0, -1):
-        end = ends[parts - 1][start]
-        bounds.append((start, end))
-        start = end
-    return bounds
+        ends = range(count - parts + 1, 0, -1)
+        best = {
+            start: min((_longer(total, start, end, best[end]) for end in ends if end > start), key=lambda one: one[:2])
+            for start in range(count - parts + 1)
+        }
+    return best[0][2]
+
+
+def _longer(total: Sequence[float], start: int, end: int, rest: _Parts) -> _Parts:
+    load, (heaviest, squares, bounds) = total[end] - total[start], rest
+    return max(load, heaviest), load**2 + squares, [(start, end), *bounds]
 
 
 def layer_times(layers: Sequence[nn.Module], example: Any, repeats: int = 5) -> list[float]:

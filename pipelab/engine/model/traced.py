@@ -5,6 +5,7 @@ A value that skips stages passes through them. What the tracer would lose silent
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from bisect import bisect_right
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import chain, pairwise
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -20,13 +21,12 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from pipelab.engine.model.arguments import arguments_of, call, in_order, received, shapes_of
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import layer_of
-from pipelab.engine.stage.pytree import Spec, map_tensors, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, opened, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
-from pipelab.errors import SplitError
+from pipelab.errors import BatchError, SplitError
 
 TRACED = "traced."
 """What comes before the model's own names in a traced stage."""
@@ -34,19 +34,12 @@ TRACED = "traced."
 
 @dataclass(slots=True)
 class Route:
-    """The values that one traced stage receives, needs, makes and sends, by name.
+    """The values that one traced stage receives, needs, makes and sends, by name."""
 
-    Attributes:
-        receives: the inputs, in order: the model's arguments, or what the stage before sends.
-        arguments: the arguments of the traced stage.
-        makes: its results; of the last stage, the model's.
-        sends: the values that later stages need; empty on the last stage, which returns its results.
-    """
-
-    receives: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
-    makes: list[str] = field(default_factory=list)
-    sends: list[str] = field(default_factory=list)
+    receives: list[str] = field(default_factory=list)  # the model's arguments, or what the stage before sends
+    arguments: list[str] = field(default_factory=list)  # the arguments of the traced stage
+    makes: list[str] = field(default_factory=list)  # its results; of the last stage, the model's
+    sends: list[str] = field(default_factory=list)  # what later stages need; nothing on the last stage
 
 
 def cut_graph(
@@ -194,13 +187,9 @@ def _key(values: Sequence[Any]) -> str:
 class TracedStages:
     """A model that PyTorch's tracer cuts, once for each training mode and shape of a micro-batch.
 
-    Attributes:
-        example: one micro-batch, keyword arguments in the order of the model's parameters.
-        rows: the example's row count.
-        shapes: the shapes of its tensors.
-        units: the model's layers with their names, in the order in which they run: the model's children, and the
-            children of lists, of sequences, and of what holds a list (a decoder with its list of blocks).
-        repeated: how often each other layer runs, by name: no stage can begin there.
+    Its `units` are layers with their names, in the order in which they run: the model's children, and the children of
+    lists, of sequences, and of what holds a list (a decoder with its list of blocks). No stage can begin at a layer
+    that is `repeated`.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -229,7 +218,7 @@ class TracedStages:
                 name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(
                     f"PyTorch's tracer cannot trace {name} with {rows} rows: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0]}\n{self._by_hand()}"
+                    f"{str(error).strip().splitlines()[0]}\n{_RECIPES}"
                 ) from error
         own = set(map(id, self._model.parameters()))
         for stage, (part, _) in enumerate(parts):
@@ -259,39 +248,6 @@ class TracedStages:
             for hook in hooks:
                 hook.remove()
         return [median(each) for each in zip(*measured[1:], strict=True)]
-
-    def _by_hand(self) -> str:
-        """Return the lines that make the stages of a chain of layers without a tracer; or where it is no chain."""
-        calls = list[tuple[tuple[Any, ...], Any]]()
-        hooks = [
-            layer.register_forward_hook(
-                lambda _, args, kwargs, made: calls.append(((*args, *kwargs.values()), made)), with_kwargs=True
-            )
-            for _, layer in self.units
-        ]
-        try:
-            output = self._run()
-        except Exception:  # noqa: BLE001 - only advice is lost; the tracer's own error is raised
-            return _RECIPES
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = [name for name, _ in self.units]
-        for index, ((_, made), (given, _)) in enumerate(pairwise(calls)):
-            if given[0] is not made or any(each is not None for each in given[1:]):
-                more = "more than that" if given[0] is made else "another value"
-                return f"  {names[index + 1]} takes {more}, not only what {names[index]} returns\n{_RECIPES}"
-        if len(calls[0][0]) != 1 or calls[-1][1] is not output:
-            return f"  the model computes something before {names[0]} or after {names[-1]}\n{_RECIPES}"
-        cuts = [0, *map(names.index, self._names), len(names)]
-        stages = (", ".join(f"layer({name!r})" for name in names[start:end]) for start, end in pairwise(cuts))
-        return "\n".join(
-            [
-                "  try: its layers, which run one after another, as stages:",
-                "      layer = model.get_submodule",
-                *(f"      stage{index} = nn.Sequential({each})" for index, each in enumerate(stages)),
-            ]
-        )
 
     def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
         """Return the layers that one forward runs once, in order; refuse what the tracer would lose."""
@@ -426,3 +382,70 @@ def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
         else:
             found.append((f"{prefix}{name}", child))
     return found
+
+
+# ── What a whole model is called with: a tuple is several arguments, a dict keyword arguments ───────────────────────
+
+
+def call(model: nn.Module, given: Any) -> Any:
+    """Call a whole model as its traced stages are called: a tuple is several arguments, a dict keyword arguments."""
+    args, kwargs = arguments_of(model, given)
+    return model(*args, **kwargs)
+
+
+def arguments_of(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a batch stands for, and the keyword arguments."""
+    given = opened(given)
+    if isinstance(given, dict):
+        try:
+            inspect.signature(model.forward).bind(**given)
+        except TypeError:  # the model takes the dict itself, or has other names
+            return (given,), {}
+        return (), given
+    return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
+
+
+def in_order(model: nn.Module, given: Any) -> Any:
+    """Return keyword arguments in the order of the model's parameters, which is the tracer's too."""
+    kwargs = arguments_of(model, given)[1]
+    known = [name for name in inspect.signature(model.forward).parameters if name in kwargs]
+    return {name: kwargs[name] for name in (*known, *(each for each in kwargs if each not in known))} or given
+
+
+def received(given: Any) -> Sequence[Any]:
+    """Return the values that arrive as one value."""
+    return given if isinstance(given, (tuple, list)) else (given,)
+
+
+def shapes_of(given: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors in a value; a dict's in the order of its names."""
+    if isinstance(given, dict):
+        given = [given[name] for name in sorted(given)]
+    return tuple(tensor.shape for tensor in tensors_of(given))
+
+
+def require_like(example: Any, given: Any) -> None:
+    """Refuse another structure than the example's, or another constant: the tracer has recorded those."""
+    (ours, spec), (theirs, other) = map(take_apart, (example, given))
+    if spec != other or any(map(_other_constant, ours, theirs)):
+        raise BatchError(
+            f"the model was traced with {_described(example)}, and the batch is {_described(given)}: the tracer "
+            "records names, and values that are no tensors\n  try: a batch like the example, or split the model again "
+            "with example= one micro-batch of this kind"
+        )
+
+
+def _other_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor))
+    return bool(one != other)
+
+
+def _described(given: Any) -> str:
+    """Return a batch in words, sizes left out: `{'ids': tensor, 'cache': False}`."""
+    return str(map_leaves(torch.Tensor, lambda _: _Word("tensor"), given))
+
+
+class _Word(str):
+    __slots__ = ()
+    __repr__ = str.__str__

@@ -20,24 +20,14 @@ Reduction = Literal["mean", "sum"] | Callable[[Any], float | torch.Tensor]
 
 @dataclass(slots=True)
 class Part:
-    """The inputs of a call, or its targets, in micro-batches.
+    """The inputs of a call, or its targets, in micro-batches."""
 
-    Attributes:
-        name: `"x"` or `"y"`.
-        here: whether this process was given them.
-        pieces: the micro-batches. If this process was given none, tensors of their shapes with any numbers, once all
-            processes have agreed on the batch.
-        weights: of the targets, the weight of each micro-batch's loss.
-        words: a description, by which processes compare them.
-        error: what is wrong with them in this process.
-    """
-
-    name: str
-    here: bool
-    pieces: list[Any] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    words: str = ""
-    error: BatchError | LossError | None = None
+    name: str  # `"x"` or `"y"`
+    here: bool  # whether this process was given them
+    pieces: list[Any] = field(default_factory=list)  # without numbers if this process was given none
+    weights: list[float] = field(default_factory=list)  # of the targets, the weight of each micro-batch's loss
+    words: str = ""  # a description, by which processes compare them
+    error: BatchError | LossError | None = None  # what is wrong with them in this process
 
     @property
     def counts(self) -> list[int]:
@@ -126,12 +116,9 @@ def _weight(given: Any, microbatch: int) -> float:
 
 
 class Cut:
-    """How a batch is cut into micro-batches: by rows, and if they are slices, each sequence along a dimension too.
+    """How a batch is cut into micro-batches: by rows, and if they are slices, each sequence along `dim` too.
 
-    Attributes:
-        sequences: the micro-batches, in lists of the slices of the same rows.
-        dim: along which dimension a sequence is cut; `None` for rows alone.
-        earlier: by micro-batch, the earlier slices of its sequence; nothing for rows alone.
+    `sequences` has the micro-batches, in lists of the slices of the same rows; `earlier`, the earlier slices of each.
     """
 
     def __init__(self, plan: Plan, dim: int | None) -> None:

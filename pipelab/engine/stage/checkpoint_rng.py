@@ -48,12 +48,7 @@ def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
 
 
 class Generators:
-    """The random generators that several ranks share.
-
-    Attributes:
-        one_at_a_time: held by the stage that runs under the mode: PyTorch notes for the whole process whether a thread
-            does, and would note it for ever if two came and went crosswise.
-    """
+    """The random generators that several ranks share."""
 
     def __init__(self, devices: Sequence[torch.device], recomputed: bool = False) -> None:
         """Find out which they are; `devices` are what each rank runs on. If there is a `C`, each one counts."""
@@ -61,6 +56,7 @@ class Generators:
         self._devices = list(own.union(*(_shared(devices, rank) for rank in range(len(devices)))))
         self._before: list[bytes] = []
         self._moved = False
+        # PyTorch notes for the process whether a thread runs under a mode: for ever, if two came and went crosswise.
         self.one_at_a_time = threading.Lock()
 
     def begin(self) -> None:

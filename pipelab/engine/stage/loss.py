@@ -20,21 +20,13 @@ _IGNORED = -100
 
 @dataclass(slots=True)
 class Loss:
-    """The loss of one step: the function, and each micro-batch's target, weight and value.
+    """The loss of one step: the function, and each micro-batch's target, weight and value."""
 
-    Attributes:
-        function: takes the model's output and the target, and returns a scalar.
-        targets: per micro-batch.
-        weights: per micro-batch, the weight of its loss in the loss of the batch.
-        scale: what all gradients are multiplied by, for a `GradScaler`.
-        values: per micro-batch, the loss without weight and history, once it is known.
-    """
-
-    function: Callable[[Any, Any], torch.Tensor]
-    targets: list[Any]
-    weights: list[float]
-    scale: float = 1.0
-    values: list[torch.Tensor | None] = field(default_factory=list)
+    function: Callable[[Any, Any], torch.Tensor]  # takes the model's output and the target, and returns a scalar
+    targets: list[Any]  # per micro-batch
+    weights: list[float]  # per micro-batch, the weight of its loss in the loss of the batch
+    scale: float = 1.0  # what all gradients are multiplied by, for a `GradScaler`
+    values: list[torch.Tensor | None] = field(default_factory=list)  # without weight and history
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.targets)

@@ -33,14 +33,10 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Runners:
-    """The runners of all stages on all their ranks.
+    """The runners of all stages on all their ranks, by stage and rank, and the parameters that several stages use.
 
     `replicas` are each stage's ranks, the lowest first; `here` has the stages that learn in this process: by default,
     all.
-
-    Attributes:
-        of: by stage and rank, the runner.
-        ties: the parameters that several stages use.
     """
 
     def __init__(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,6 +119,32 @@ class AttributeSnapshot:
 def _same(one: object, other: object) -> bool:
     of_value = type(one) is type(other) and isinstance(one, (int, float, complex, str, bytes))
     return one is other or (of_value and one == other)
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], None]]:
+    """Restore gradients, buffers, modes, random state and batch at the end; yield what restores all but gradients."""
+    modules = list(modules)
+    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    buffers, random_state, numbers = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch)
+
+    def rewind() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        for layer, training in modes:
+            layer.training = training
+        buffers.restore()
+        random_state.restore()
+        numbers.restore()
+
+    rewind()
+    try:
+        yield rewind
+    finally:
+        rewind()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextmanager

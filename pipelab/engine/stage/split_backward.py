@@ -43,17 +43,11 @@ from pipelab.engine.stage.autograd import End, captured_gradients, run_backward,
 
 @dataclass(slots=True)
 class Branch:
-    """What `I` leaves for `W`.
+    """What `I` leaves for `W`."""
 
-    Attributes:
-        ends: where to start.
-        gradients: the gradients there, or `None`; empty until they are known.
-        leaves: the leaves whose `.grad` to add to; empty for all that can be reached.
-    """
-
-    ends: Sequence[End]
-    gradients: Sequence[torch.Tensor | None] = ()
-    leaves: Sequence[GradientEdge] = ()
+    ends: Sequence[End]  # where to start
+    gradients: Sequence[torch.Tensor | None] = ()  # the gradients there, or `None`; empty until they are known
+    leaves: Sequence[GradientEdge] = ()  # the leaves whose `.grad` to add to; empty for all that can be reached
 
 
 def input_gradients(
@@ -115,14 +109,10 @@ def custom_functions(outputs: Sequence[torch.Tensor]) -> Counter[str]:
 
 
 class _Graph:
-    """The autograd graph of one micro-batch in one stage.
+    """The autograd graph of one micro-batch in one stage, which the outputs enter at `ends`.
 
-    Attributes:
-        ends: where the outputs enter it.
-        slots: for each node, the numbers of its inputs at which gradients arrive.
-        above: for each node, the nodes that send gradients to it.
-        below: for each node, the nodes that it sends gradients to.
-        leaves: by the identity of its tensor, each leaf's node.
+    Gradients arrive at a node's inputs with the numbers `slots`, from the nodes `above`, and go to those `below`.
+    `leaves` has each leaf's node by the identity of its tensor.
     """
 
     __slots__ = ("above", "below", "ends", "leaves", "slots")

@@ -17,12 +17,7 @@ from pipelab.errors import EngineError
 
 
 class Tied:
-    """A parameter that several stages use.
-
-    Attributes:
-        parameter: the model's own.
-        stages: the stages that use it, in order.
-    """
+    """A parameter of the model that several stages use."""
 
     def __init__(self, parameter: nn.Parameter, places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
         self.parameter = parameter

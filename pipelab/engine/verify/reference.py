@@ -1,291 +1,136 @@
-"""Plain training, without the engine: the gradients that a pipeline's are compared with."""
+"""Plain training, without the engine, and what is known of a step whose gradients are compared with it.
+
+Counting follows from inner products: of what each micro-batch adds, and of what the step has left, which is last.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipelab.engine.model.arguments import call
-from pipelab.engine.stage.batch import Reduction, join, rows_of, split_batch, weights_of
+from pipelab.engine.stage.batch import Reduction, join, split_batch, weights_of
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
-from pipelab.engine.stage.snapshot import BatchSnapshot, BufferSnapshot, RandomSnapshot, overwrite
-from pipelab.errors import LossError
-
-if TYPE_CHECKING:
-    from pipelab.engine.pipeline import Pipeline
+from pipelab.engine.stage.snapshot import overwrite
+from pipelab.errors import LossError, UsageError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
+NEARBY = 5
+"""With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
+models that a test would verify: with most of five, it is a fault."""
 
-def learning(pipe: Pipeline) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
-    names = {id(parameter): name for name, parameter in pipe.stages.named.named_parameters()}
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for stage, module in enumerate(pipe.stages.modules):
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:  # of several stages, the first names it
-                found.setdefault(id(parameter), (f"{names.get(id(parameter), name)} (stage {stage})", parameter))
-    return list(found.values())
+_SMALLEST_SHARE = 1e-2
+"""A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
+attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
+
+_MOST_NAMES = 6
+
+_OF_A_LOSS = 1e-3
+"""How far the slopes of a batch's loss may be from multiples of its micro-batches' slopes, relative to all of them."""
+
+_ROUNDING = 1e-5
+"""How far gradients may be off by rounding alone, relative to what is added up. Near the targets, it is more."""
+
+_LEAST = 1e-3
+"""A micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing."""
+
+_UNCLEAR = 0.05
+"""Largest error of a count, as a share of the largest count, with which micro-batches can be told apart."""
+
+_ALIKE = 2e-3
+"""Counts that differ by a smaller share of the largest one are equal; in coarse types, half of the tolerance."""
+
+_AT_ONCE = 1 << 20
+"""How many elements of a gradient are in double precision at the same time."""
 
 
-def gradients_of(pipe: Pipeline) -> dict[str, torch.Tensor]:
-    """Return copies of the gradients as they are now, zeros where there is none."""
-    return {name: gradient_of(parameter) for name, parameter in learning(pipe)}
+class Gradients(dict[str, torch.Tensor]):
+    """Gradients by the names of parameters."""
+
+    def __sub__(self, other: Gradients) -> Gradients:
+        return Gradients({name: gradient - other[name] for name, gradient in self.items()})
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter]) -> Gradients:
+        """Return copies of the gradients as they are now, zeros where there is none."""
+        return cls({name: _gradient_of(parameter) for name, parameter in parameters.items()})
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """Each gradient's 2-norm."""
+        return {name: float(torch.linalg.vector_norm(gradient.abs().double())) for name, gradient in self.items()}
 
 
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy of a parameter's gradient, zeros if there is none."""
+def _gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     found: torch.Tensor = full_tensor(gradient)
     return found.to_dense() if found.is_sparse else found.clone()
 
 
-def sequential(pipe: Pipeline, x: Any, y: Any, only: int | None = None) -> dict[str, torch.Tensor]:
-    """Run one micro-batch after another, forward and backward, or one alone; return copies of the gradients."""
-    values, targets = pipe.cut.rows(x, "x"), pipe.cut.rows(y, "y")
-    weights = weights_of(pipe.reduction, [rows_of(each, "x") for each in values], targets)
-    through = _through_model if pipe.stages.is_traced else _through_stages
-    with _ties_apart(pipe):
-        for microbatch, value in enumerate(values):
-            if only in (None, microbatch):
-                _backward(pipe, through(pipe, value), targets[microbatch], weights[microbatch])
-    return gradients_of(pipe)
+@dataclass(frozen=True)
+class Reference:
+    """Plain training of a model on a batch: one micro-batch after another, forward and backward."""
+
+    parameters: Mapping[str, nn.Parameter]  # those that learn
+    forward: Callable[[Any], Any]  # runs the model on some rows
+    loss_fn: LossFunction
+    caller: CallerContext  # forwards run under its autocast, and backwards do not
+    rows: Sequence[Any]  # the inputs of each micro-batch
+    targets: Sequence[Any]
+    weights: Sequence[float]  # of each one's loss
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the model can run
+
+    def gradients(self, only: int | None = None) -> Gradients:
+        """Run all micro-batches, or one of them; return copies of the gradients."""
+        self.run(only)
+        return Gradients.of(self.parameters)
+
+    def run(self, only: int | None = None) -> Any:
+        """Run all micro-batches, or one of them, and add to `.grad`; return the last one's output."""
+        with self.around():
+            for microbatch in range(len(self.rows)) if only is None else [only]:
+                with torch.enable_grad():
+                    output = self.forward(self.rows[microbatch])
+                    loss = loss_of(self.loss_fn, output, self.targets[microbatch], self.weights[microbatch])
+                    value = loss.of(0, output)
+                with self.caller.autocast_off():
+                    value.backward(loss.gradient(0, value))
+        return output
 
 
-def full_batch(pipe: Pipeline, x: Any, y: Any) -> Any:
-    """Run the whole batch through the model, forward and backward; return the output."""
-    with _ties_apart(pipe):
-        output = _through_model(pipe, x)
-        _backward(pipe, output, y, 1.0)
-    return output
+def loss_of(loss_fn: LossFunction, output: Any, target: Any, weight: float = 1.0) -> Loss:
+    """Return a loss whose target is where the output is."""
+    places = [tensor.device for tensor in tensors_of(output)]
+    return Loss(loss_fn, [moved(target, places[0]) if places else target], [weight])
 
 
-def _ties_apart(pipe: Pipeline) -> AbstractContextManager[None]:
-    """Return a context in which a parameter of stages on several devices is on each of them."""
-    runners = pipe.engine.runners
-    apart = runners.ties and len(set(pipe.engine.stage_devices)) > 1
-    return runners.running(pipe.stages.modules, learning=True) if apart else nullcontext()
-
-
-def _through_model(pipe: Pipeline, value: Any) -> Any:
-    """Return what comes out of the user's own model.
-
-    Where there is none (stages given as a list), or none that runs on one device, it is what comes out of the stages.
-    """
-    model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
-    if len(devices) > 1 or isinstance(model, nn.ModuleList):
-        return _through_stages(pipe, value)
-    value = _cloned(pipe, 0, _moved(value, *devices))
-    return call(model, value) if pipe.stages.is_traced else model(value)
-
-
-def _through_stages(pipe: Pipeline, value: Any) -> Any:
-    for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
-        value = module(_cloned(pipe, stage, _moved(value, device)))
-    return value
-
-
-def _cloned(pipe: Pipeline, stage: int, value: Any) -> Any:
-    """Return a clone of a stage's input where the engine makes one, and only there: strides may change last bits."""
-    clones = any(runner.clones_input for (index, _), runner in pipe.engine.runners.of.items() if index == stage)
-    return map_tensors(torch.clone, value) if clones else value
-
-
-def _backward(pipe: Pipeline, output: Any, target: Any, weight: float) -> None:
-    """Run loss and backward, the latter outside of the caller's autocast, as the workers do."""
-    loss = Loss(pipe.loss_fn, [_moved(target, pipe.engine.stage_devices[-1])], [weight])
-    value = loss.of(0, output)
-    with pipe.caller().autocast_off():
-        value.backward(loss.gradient(0, value))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on a device."""
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
-def microbatch_gradients(
-    model: nn.Module,
-    forward: Callable[[Any], Any],
-    x: Any,
-    y: Any,
-    loss_fn: LossFunction,
-    counts: list[int],
-    reduction: Reduction | None,
-) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
-    """Return what each micro-batch adds to the gradient of each parameter, and its weight in the batch's loss."""
-    learning = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    caller, device = caller_of(model), next(iter(learning.values())).device
-    targets, outputs = split_batch(y, counts), list[Any]()
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in learning}
-    for target, rows in zip(targets, split_batch(x, counts), strict=True):
-        with torch.enable_grad():
-            output = forward(_moved(rows, device))
-            loss = _loss(loss_fn, output, target)
-        with caller.autocast_off():
-            loss.backward()
-        outputs.append(map_tensors(torch.Tensor.detach, output))
-        for name, parameter in learning.items():
-            found[name].append(gradient_of(parameter).cpu())
-            parameter.grad = None
-    shares = _shares(loss_fn, outputs, targets, y) if reduction is None else weights_of(reduction, counts, targets)
-    for each in found.values():
-        each[:] = [one * share if share else torch.zeros_like(one) for one, share in zip(each, shares, strict=True)]
-    return found, shares
+def relative(differences: Mapping[str, float], norms: Mapping[str, float]) -> dict[str, float]:
+    """Return the norms of differences relative to the gradients' norms; see `_SMALLEST_SHARE`."""
+    least = least_of(norms)
+    return {name: off / (max(norms[name], least) or 1.0) for name, off in differences.items()}
 
 
-def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
-    places = [each.device for each in tensors_of(output)]
-    return Loss(loss_fn, [_moved(target, places[0]) if places else target], [1.0]).of(0, output)
-
-
-def _slopes(loss_fn: LossFunction, output: Any, target: Any) -> list[torch.Tensor]:
-    """Return the gradient of a loss by each tensor of an output."""
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-
-    with torch.enable_grad():
-        output = map_tensors(leaf, output)
-        along = [each for each in tensors_of(output) if each.requires_grad]
-        return list(torch.autograd.grad(_loss(loss_fn, output, target), along, materialize_grads=True))
-
-
-def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
-    """Return each micro-batch's weight in the loss of the whole batch.
-
-    The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
-    """
-    each_alone = [_slopes(loss_fn, output, target) for output, target in zip(outputs, targets, strict=True)]
-    try:
-        at_once = _slopes(loss_fn, join(outputs), y)
-    except Exception as error:
-        raise LossError(
-            f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"
-            "  try: reduction='mean', 'sum' or a function from a target to the weight of its micro-batch"
-        ) from error
-    lengths = [[len(each) if each.dim() else 1 for each in pieces] for pieces in zip(*each_alone, strict=True)]
-    cut = zip(*(whole.split(counts) for whole, counts in zip(at_once, lengths, strict=True)), strict=True)
-    shares, rest, eps = list[float](), 0.0, max(float(torch.finfo(each.dtype).eps) for each in at_once)
-    for pieces, parts in zip(each_alone, cut, strict=True):
-        alone, whole = flat(pieces).double(), flat(parts).double()
-        shares.append(float(whole @ alone / (alone @ alone)) if whole.any() else 0.0)
-        rest += float((whole - shares[-1] * alone).norm()) if shares[-1] else 0.0
-    if rest > max(_TOLERANCE_OF_A_LOSS, 8 * eps) * float(flat(at_once).norm()):
-        raise LossError(
-            "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
-            "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
-        )
-    return shares
-
-
-def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return all numbers of some tensors in one row."""
-    real = (torch.view_as_real(each) if each.is_complex() else each for each in tensors)
-    return torch.cat([each.detach().cpu().flatten() for each in real])
-
-
-def caller_of(model: nn.Module) -> CallerContext:
-    """Return the settings of this thread for the devices of a model."""
-    return CallerContext.capture({each.device.type for each in model.parameters()})
-
-
-@contextmanager
-def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], None]]:
-    """Restore gradients, buffers, modes, random state and batch at the end; yield what restores all but gradients."""
-    modules = list(modules)
-    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
-    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers, random_state, numbers = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch)
-
-    def rewind() -> None:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        for layer, training in modes:
-            layer.training = training
-        buffers.restore()
-        random_state.restore()
-        numbers.restore()
-
-    rewind()
-    try:
-        yield rewind
-    finally:
-        rewind()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What layers do: the types of their outputs, what ran, and the layers that ran after their weights had changed.
-
-    What ran is a layer's name, whether it was in training, and how many numbers it gave; `back` has the layers whose
-    outputs got a gradient, once for each time. A call that is repeated within
-    a backward, as activation checkpoints do, is left out.
-    """
-
-    types: set[torch.dtype] = field(default_factory=set)
-    ran: list[tuple[str, bool, int]] = field(default_factory=list)
-    back: list[str] = field(default_factory=list)
-    changed: set[str] = field(default_factory=set)
-
-    def times(self, other: Seen) -> dict[str, float]:
-        """Return how many times as many numbers as there each layer gave that ran here and there."""
-        ours, theirs = Counter[str](), Counter[str]()
-        for amounts, seen in ((ours, self), (theirs, other)):
-            for name, _, many in seen.ran:
-                amounts[name] += many
-        return {name: many / theirs[name] for name, many in ours.items() if theirs[name]}
-
-    @property
-    def backwards(self) -> dict[str, float]:
-        """How many backwards followed each forward, by layer."""
-        forwards, back = Counter(name for name, *_ in self.ran), Counter(self.back)
-        return {name: back[name] / many for name, many in forwards.items()}
-
-
-@contextmanager
-def seen(modules: Iterable[nn.Module]) -> Iterator[Seen]:
-    """Yield what layers do meanwhile, in whatever thread; their copies too, made meanwhile."""
-    found, modules = Seen(), list(modules)
-    versions = {id(each): each._version for module in modules for each in module.parameters()}  # noqa: SLF001
-
-    def note(name: str, layer: nn.Module, _: object, output: object) -> None:
-        made = [each for each in tensors_of(output) if each.is_floating_point()]
-        found.types.update(each.dtype for each in made)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:  # noqa: SLF001 - not run again for a backward
-            found.ran.append((name, layer.training, sum(each.numel() for each in made)))
-            for each in [each for each in made if each.grad_fn is not None][:1]:
-                each.register_hook(lambda _: found.back.append(name))
-            if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
-                found.changed.add(name)
-
-    with ExitStack() as stack:
-        named = {layer: name for module in modules[::-1] for name, layer in module.named_modules()}
-        for layer, name in named.items():
-            if not any(layer.children()):
-                stack.callback(layer.register_forward_hook(partial(note, name)).remove)
-        yield found
-
-
-def in_types(types: set[torch.dtype], forward: Callable[[Any], Any], rows: Any) -> Any:
-    """Run a forward under autocast to these types, if any; the loss gets float32, as it does under autocast."""
-    with ExitStack() as stack:
-        for each in types:
-            stack.enter_context(torch.autocast(tensors_of(rows)[0].device.type, dtype=each))
-        output = forward(rows)
-    return map_tensors(lambda each: each.float() if each.dtype in types else each, output)
+def least_of(norms: Mapping[str, float]) -> float:
+    """Return the norm below which a gradient is not measured against itself."""
+    return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
 def unproven_of(model: nn.Module, draws: bool) -> tuple[str, ...]:
@@ -304,19 +149,32 @@ def unproven_of(model: nn.Module, draws: bool) -> tuple[str, ...]:
 
 
 @contextmanager
-def nearby_weights(modules: Iterable[nn.Module], seed: int, share: float) -> Iterator[None]:
+def nearby_weights(modules: Sequence[nn.Module], seed: int, share: float) -> Iterator[None]:
     """Multiply every weight by a random number near 1, the same in every process; restore the weights afterwards.
 
     A weight changes by at most this share of itself, and by no less than the last bits of its type.
     """
     generator = torch.Generator().manual_seed(seed)
-    parameters = {id(each): each for module in modules for each in module.parameters()}.values()
-    before = [(each, each.detach().clone()) for each in parameters if each.is_floating_point() or each.is_complex()]
+
+    def near(weights: torch.Tensor) -> torch.Tensor:
+        if not (weights.is_floating_point() or weights.is_complex()):
+            return weights
+        least = max(share, 2 * torch.finfo(weights.dtype).eps)
+        draws = torch.rand(weights.shape, generator=generator) * 2 - 1
+        return weights * (1 + least * draws).to(weights.device, weights.dtype)
+
+    with other_weights(modules, near):
+        yield
+
+
+@contextmanager
+def other_weights(modules: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change every weight, and restore all of them afterwards."""
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    before = [(parameter, parameter.detach().clone()) for parameter in parameters]
     try:
         for parameter, weights in before:
-            draws = torch.rand(weights.shape, generator=generator) * 2 - 1
-            least = max(share, 2 * torch.finfo(weights.dtype).eps)
-            overwrite(parameter.data, weights * (1 + least * draws).to(weights.device, weights.dtype))
+            overwrite(parameter.data, change(weights))
         torch.clear_autocast_cache()  # of copies in a coarser type
         yield
     finally:
@@ -325,81 +183,343 @@ def nearby_weights(modules: Iterable[nn.Module], seed: int, share: float) -> Ite
         torch.clear_autocast_cache()
 
 
-_TOLERANCE = 1e-6
-"""Largest difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches' gradients,
-relative to the norms of what is added up: the sum may be much smaller, as it is near a minimum of the loss."""
-
-_TOLERANCE_ON_A_GPU = 1e-5
-"""Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
-
-_WHOLE_BATCH_TOLERANCE = 1e-4
-"""Likewise against the whole batch, relative to the sum itself: generous, because a wrong weight is off by far
-more than rounding."""
-
-_TOLERANCE_OF_A_LOSS = 1e-3
-"""How far the slopes of a batch's loss may be from multiples of its micro-batches' slopes, relative to all of them."""
-
-_MOVE = 0.05
-"""How far `nearby_weights` moves weights: far enough that residuals are no rounding errors, near enough that what is
-wrong with the present weights is wrong with those."""
-
-NEARBY = 5
-"""With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
-models that a test would verify: with most of five, it is a fault."""
-
-_SMALLEST_SHARE = 1e-2
-"""A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
-attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
+def listed(names: Sequence[object]) -> str:
+    """Return the first of some names, joined."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(str, names[:_MOST_NAMES])) + more
 
 
-def differences(
-    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], norms: dict[str, float]
-) -> dict[str, float]:
-    """Return each gradient's difference, in the 2-norm, relative to these norms."""
-    return relative({name: _norm(gradient - plain[name]) for name, gradient in ours.items()}, norms)
+@dataclass(frozen=True)
+class Trial:
+    """A step, and plain training of its model; each can run again from the same start."""
+
+    step: Callable[[Any, Any], object]
+    model: nn.Module
+    modules: Sequence[nn.Module]  # all whose weights a step may change
+    learning: Mapping[str, nn.Parameter]  # what the step trains, by the model's names
+    forward: Callable[[Any], Any]
+    loss_fn: LossFunction
+    rows: list[int]  # of each micro-batch
+    reduction: Reduction | None
+    rewind: Callable[[], None]
+    repeat: bool  # whether the step may run again
+    types: frozenset[torch.dtype] = frozenset()  # the coarse ones in which the step computes
+
+    @property
+    def caller(self) -> CallerContext:
+        """The settings of this thread for the model's devices."""
+        return CallerContext.capture({parameter.device.type for parameter in self.model.parameters()})
+
+    def each_alone(self, x: Any, y: Any) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
+        """Return what each micro-batch adds to each gradient in plain training, and its weight in the batch's loss."""
+        self.rewind()
+        own = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        inputs, targets = split_batch(x, self.rows), split_batch(y, self.rows)
+        alone = [1.0] * len(self.rows)
+        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, alone)
+        outputs, found = list[Any](), {name: list[torch.Tensor]() for name in own}
+        for microbatch in range(len(self.rows)):
+            outputs.append(map_tensors(torch.Tensor.detach, plain.run(microbatch)))
+            for name, gradient in Gradients.of(own).items():
+                found[name].append(gradient.cpu())
+                own[name].grad = None
+        if self.reduction is None:
+            shares = _shares(self.loss_fn, outputs, targets, y)
+        else:
+            shares = weights_of(self.reduction, self.rows, targets)
+        for gradients in found.values():
+            gradients[:] = [
+                gradient * share if share else torch.zeros_like(gradient)
+                for gradient, share in zip(gradients, shares, strict=True)
+            ]
+        return found, shares
+
+    def plainly(self, x: Any, y: Any) -> Gradients:
+        """Return plain training's gradients of what the step trains."""
+        return self.summed(self.each_alone(x, y)[0])
+
+    def summed(self, gradients: Mapping[str, Sequence[torch.Tensor]]) -> Gradients:
+        """Return the sums of what the micro-batches add."""
+        return Gradients({name: torch.stack([*gradients[name]]).sum(0) for name in self.learning})
+
+    def stepped(self, x: Any, y: Any, times: float = 1.0, seed: int | None = None, *, again: bool = True) -> Gradients:
+        """Return what the step leaves, with weights multiplied, and other random numbers if there is a seed."""
+        if again and not self.repeat:
+            raise UsageError("the step must not run again")
+        self.rewind()
+        with other_weights(self.modules, lambda weights: weights * times):
+            if seed is not None:
+                torch.manual_seed(seed)
+            self.step(x, y)
+            return Gradients({name: gradient.cpu() for name, gradient in Gradients.of(self.learning).items()})
+
+    def taken(self, value: Any, which: Iterable[int]) -> Any:
+        """Return these rows of inputs or targets."""
+        rows = split_batch(value, [1] * sum(self.rows))
+        return join([rows[row % len(rows)] for row in which])
+
+    def _run(self, rows: Any) -> Any:
+        """Run the model under autocast to the step's types; the loss gets float32, as it does under autocast."""
+        device = next(iter(self.model.parameters())).device
+        rows = moved(rows, device)
+        with ExitStack() as stack:
+            for kind in self.types:
+                stack.enter_context(torch.autocast(device.type, dtype=kind))
+            output = self.forward(rows)
+        return map_tensors(lambda tensor: tensor.float() if tensor.dtype in self.types else tensor, output)
 
 
-def relative(differences: dict[str, float], norms: dict[str, float]) -> dict[str, float]:
-    """Return the norms of differences relative to the gradients' norms; see `_SMALLEST_SHARE`."""
-    least = _least(norms)
-    return {name: each / (max(norms[name], least) or 1.0) for name, each in differences.items()}
+def _slopes(loss_fn: LossFunction, output: Any, target: Any) -> list[torch.Tensor]:
+    """Return the gradient of a loss by each tensor of an output."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+    with torch.enable_grad():
+        output = map_tensors(leaf, output)
+        along = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        return list(torch.autograd.grad(loss_of(loss_fn, output, target).of(0, output), along, materialize_grads=True))
 
 
-def norms_of(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return each gradient's 2-norm."""
-    return {name: _norm(gradient) for name, gradient in gradients.items()}
+def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
+    """Return each micro-batch's weight in the loss of the whole batch.
+
+    The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
+    """
+    each_alone = [_slopes(loss_fn, output, target) for output, target in zip(outputs, targets, strict=True)]
+    try:
+        at_once = _slopes(loss_fn, join(outputs), y)
+    except Exception as error:
+        raise LossError(
+            f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"
+            "  try: reduction='mean', 'sum' or a function from a target to the weight of its micro-batch"
+        ) from error
+    lengths = [[len(one) if one.dim() else 1 for one in pieces] for pieces in zip(*each_alone, strict=True)]
+    cut = zip(*(whole.split(counts) for whole, counts in zip(at_once, lengths, strict=True)), strict=True)
+    shares, rest, eps = list[float](), 0.0, max(float(torch.finfo(slope.dtype).eps) for slope in at_once)
+    for pieces, parts in zip(each_alone, cut, strict=True):
+        alone, whole = _flat(pieces).double(), _flat(parts).double()
+        shares.append(float(whole @ alone / (alone @ alone)) if whole.any() else 0.0)
+        rest += float((whole - shares[-1] * alone).norm()) if shares[-1] else 0.0
+    if rest > max(_OF_A_LOSS, 8 * eps) * float(_flat(at_once).norm()):
+        raise LossError(
+            "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
+            "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
+        )
+    return shares
 
 
-def matters(name: str, gradients: dict[str, torch.Tensor]) -> bool:
-    """Tell whether a gradient is large enough, among these, to be measured against itself."""
-    norms = norms_of(gradients)
-    return norms[name] > _least(norms)
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
+    return torch.cat([tensor.detach().cpu().flatten() for tensor in real])
 
 
-def tolerance(pipe: Pipeline, gradient: torch.Tensor) -> float:
-    """Return how far a gradient may be from the same micro-batches', added up in another order."""
-    own = 8 * float(torch.finfo(gradient.dtype).eps)
-    if all(each.device.type == "cpu" for each in pipe.devices):
-        return max(_TOLERANCE, own)
-    casts = (8 * float(torch.finfo(each).eps) for each in pipe.caller().types)
-    return max(_TOLERANCE_ON_A_GPU, own, *casts)
+@dataclass(frozen=True)
+class Seen:
+    """What layers did; a call that is repeated within a backward, as activation checkpoints do, is left out."""
+
+    types: set[torch.dtype] = field(default_factory=set)  # of their outputs
+    ran: list[tuple[str, bool, int]] = field(default_factory=list)  # name, whether in training, how many numbers
+    back: list[str] = field(default_factory=list)  # the layers whose outputs got a gradient, once for each time
+    changed: set[str] = field(default_factory=set)  # the layers that ran after their weights had changed
+
+    def times(self, other: Seen) -> dict[str, float]:
+        """Return how many times as many numbers as there each layer gave that ran here and there."""
+        ours, theirs = Counter[str](), Counter[str]()
+        for amounts, seen in ((ours, self), (theirs, other)):
+            for name, _, many in seen.ran:
+                amounts[name] += many
+        return {name: many / theirs[name] for name, many in ours.items() if theirs[name]}
+
+    def backwards(self, parameters: Iterable[str]) -> float:
+        """Return how many backwards followed each forward of the layers with these parameters; 1 if they differ."""
+        forwards, back = Counter(name for name, *_ in self.ran), Counter(self.back)
+        layers = {name.rpartition(".")[0] for name in parameters}
+        every = {back[name] / forwards[name] if name in forwards else 1.0 for name in layers}
+        return every.pop() if len(every) == 1 else 1.0
 
 
-def whole_batch_tolerance(pipe: Pipeline) -> float:
-    """Return the tolerance for the coarsest type that gradients are made in."""
-    types = {parameter.dtype for _, parameter in learning(pipe)}
-    types |= pipe.caller().types
-    return max(_WHOLE_BATCH_TOLERANCE, *(8 * float(torch.finfo(each).eps) for each in types))
+@contextmanager
+def seen(modules: Sequence[nn.Module]) -> Iterator[Seen]:
+    """Yield what layers do meanwhile, in whatever thread; their copies too, made meanwhile."""
+    found = Seen()
+    versions = {id(each): each._version for module in modules for each in module.parameters()}  # noqa: SLF001
+
+    def note(name: str, layer: nn.Module, _: object, output: object) -> None:
+        made = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        found.types.update(tensor.dtype for tensor in made)
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 - run again for a backward
+            return
+        found.ran.append((name, layer.training, sum(tensor.numel() for tensor in made)))
+        if learns := [tensor for tensor in made if tensor.grad_fn is not None]:
+            learns[0].register_hook(lambda _: found.back.append(name))
+        if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
+            found.changed.add(name)
+
+    with ExitStack() as stack:
+        named = {layer: name for module in modules[::-1] for name, layer in module.named_modules()}
+        for layer, name in named.items():
+            if not any(layer.children()):
+                stack.callback(layer.register_forward_hook(partial(note, name)).remove)
+        yield found
 
 
-def far(pipe: Pipeline) -> float:
-    """Return by what share to move weights: types that round more coarsely must move further."""
-    return max(_MOVE, 4 * whole_batch_tolerance(pipe))
+class Number(NamedTuple):
+    """A number of a step, what it is, and the codes of gradients that are multiplied and divided by it."""
+
+    size: float
+    what: str
+    times: str = "scaled"
+    divided: str = "scaled"
 
 
-def _least(norms: dict[str, float]) -> float:
-    return _SMALLEST_SHARE * max(norms.values(), default=0.0)
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of a step, which may be factors."""
+
+    rows: list[int]  # of each micro-batch
+    shares: list[float]  # of each micro-batch's loss in the loss of the batch
+    replicas: int
+    tokens: dict[int, str]  # numbers that a loss may average over, and of what
+    runs: int = 1  # how often the step's layers ran the batch
+    backwards: float = 1.0  # how many followed each forward of the layers that are wrong
+    norm: float = 0.0  # of the wrong gradients together
+
+    def called(self, number: float, slack: float) -> list[Number]:
+        """Return what a number is: one of the step's, or else made of those, or of another kind."""
+        own = [
+            Number(len(self.rows), "the number of micro-batches", "times-microbatches", "divided-by-microbatches"),
+            Number(self.replicas, "the number of replicas", "summed-over-replicas", "divided-by-replicas"),
+            Number(self.runs, "how often the step runs the batch", "no-zero-grad"),
+            *(
+                Number(n, f"the number of {what}", "times-tokens", "divided-by-tokens")
+                for n, what in self.tokens.items()
+            ),
+        ]
+        own = [known for known in own if known.size > 1]
+        others = [Number(one.size * two.size, f"{one.what} times {two.what}") for one, two in combinations(own, 2)]
+        scales = (Number(2**n, f"2^{n}, as a GradScaler's scale", "loss-scale", "loss-scale") for n in range(8, 33))
+        others += [*scales, Number(self.backwards, "how often their backward ran", "stage-twice")]
+        fits = [known for known in own if abs(number / known.size - 1) <= slack]
+        return fits or [known for known in others if known.size > 1 and abs(number / known.size - 1) <= slack]
+
+    def apart(self) -> Iterator[tuple[int, list[float]]]:
+        """Yield weights of micro-batches in a mean of the means of so many replicas, which may take them in turns."""
+        many = len(self.shares)
+        for replicas in (number for number in range(2, many) if many % number == 0):
+            for own in ([m * replicas // many for m in range(many)], [m % replicas for m in range(many)]):
+                totals = [0.0] * replicas
+                for share, replica in zip(self.shares, own, strict=True):
+                    totals[replica] += share
+                weights = (share / (totals[replica] or 1.0) for share, replica in zip(self.shares, own, strict=True))
+                yield replicas, list(weights)
+
+    def known(self, factor: float, slack: float) -> bool:
+        """Return whether a factor is 1, or is or divides by a number of the step."""
+        size = max(abs(factor), 1 / abs(factor))
+        return size - 1 <= slack or bool(self.called(size, slack))
 
 
-def _norm(gradient: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradient.abs().double()))
+class Fit(NamedTuple):
+    """How often each micro-batch counts, by how much that may be off, and for which micro-batches it is too much."""
+
+    counts: torch.Tensor
+    slack: float
+    unclear: list[int]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a step, and what can be tried out."""
+
+    trial: Trial
+    batch: tuple[Any, Any]
+    left: Gradients  # by the step
+    plain: Gradients  # of plain training
+    tables: dict[str, torch.Tensor]  # of each parameter, the inner products
+    before: Seen  # in plain training
+    during: Seen  # in the step
+    sizes: Sizes
+    tolerance: float  # the largest rest of a gradient that may be rounding
+    types: set[torch.dtype]  # in which the step and plain training compute
+    wrong: Mapping[str, float | None] = field(default_factory=dict)  # the parameters, and the factor of each, if any
+
+    @property
+    def ones(self) -> torch.Tensor:
+        """The counts of a right step."""
+        return torch.ones(len(self.sizes.rows), dtype=torch.double)
+
+    @property
+    def most(self) -> float:
+        """The largest difference of a parameter's gradient from plain training's, relative to what is added up."""
+        return max(self.rest(self.ones).values())
+
+    def table(self, names: Iterable[str]) -> torch.Tensor:
+        """Return the inner products of some parameters together."""
+        return torch.stack([self.tables[name] for name in names]).sum(0)
+
+    def rest(self, counts: torch.Tensor, times: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what these counts do not explain of each parameter's gradient, relative to what is added up.
+
+        With `times`, each parameter's counts are multiplied by its own number.
+        """
+        own = {name: counts * (times or {}).get(name, 1.0) for name in self.tables}
+        left = {name: rest_of(table, own[name]) for name, table in self.tables.items()}
+        return relative(left, {name: _added(table, own[name]) for name, table in self.tables.items()})
+
+    def rounding(self, differences: Gradients) -> bool:
+        """Return whether differences of some gradients are no more than rounding."""
+        off = {name: float(gradient.double().norm()) for name, gradient in differences.items()}
+        added = {name: _added(table, self.ones) for name, table in self.tables.items()}
+        return max(relative({name: off.get(name, 0.0) for name in added}, added).values()) <= self.tolerance
+
+    def fit(self, names: Iterable[str]) -> Fit:
+        """Count the micro-batches in some parameters' gradients.
+
+        How far off counts may be follows from what is left, as in any least-squares fit, and from how alike gradients
+        are.
+        """
+        names = list(names)
+        table, elements = self.table(names), sum(self.left[name].numel() for name in names)
+        norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
+        live = (norms > _LEAST * norms.max()).nonzero().flatten()
+        if not len(live):
+            return Fit(counts, 0.0, [])
+        values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
+        values = values.clamp(1e-12)
+        counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
+        noise = rest_of(table, counts) / math.sqrt(max(1, elements - len(live)))
+        noise = max(noise, _ROUNDING * float((norms * counts.nan_to_num(0.0)).norm()))
+        off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
+        most = float(counts[live].abs().max())
+        unclear = [int(m) for m, error in zip(live, off, strict=True) if not error <= _UNCLEAR * most]
+        return Fit(counts, max(max(_ALIKE, self.tolerance / 2) * most, 3 * float(off.max())), unclear)
+
+    def factors(self) -> dict[str, float | None]:
+        """Return of which multiple of plain training's each gradient is; `None` if it is none."""
+        sums = {name: table[:, :-1].sum(1) for name, table in self.tables.items()}
+        times = {name: float((each[-1] / each[:-1].sum()).nan_to_num(0.0, 0.0)) for name, each in sums.items()}
+        rest = self.rest(self.ones, times)
+        return {name: factor if rest[name] <= self.tolerance else None for name, factor in times.items()}
+
+
+def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the inner products of some gradients of one parameter."""
+    pieces = zip(*(_flat([gradient]).split(_AT_ONCE) for gradient in gradients), strict=True)
+    return torch.stack([rows @ rows.T for rows in (torch.stack(piece).double() for piece in pieces)]).sum(0)
+
+
+def rest_of(table: torch.Tensor, counts: torch.Tensor) -> float:
+    """Return the norm of what the step left, less the micro-batches, each as often as it counts."""
+    signed = torch.cat([counts.nan_to_num(0.0), -torch.ones(1, dtype=torch.double)])
+    return math.sqrt(max(0.0, float(signed @ table @ signed)))
+
+
+def _norms(table: torch.Tensor) -> torch.Tensor:
+    return table.diagonal().clamp(min=0.0).sqrt()
+
+
+def _added(table: torch.Tensor, counts: torch.Tensor) -> float:
+    """Return the norms of what is added up, or of what the step left, if that is more."""
+    norms = _norms(table)
+    return max(float((norms[:-1] * counts.nan_to_num(0.0).abs()).sum()), float(norms[-1]))

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from pipelab.engine.stage.pytree import tensors_of
-from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot
-from pipelab.engine.verify.causes import listed
+from pipelab.engine.engine import Assembly
+from pipelab.engine.model.traced import call
+from pipelab.engine.stage.batch import rows_of, weights_of
+from pipelab.engine.stage.pytree import map_tensors, tensors_of
+from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
+from pipelab.engine.verify.causes import CAUSES
 from pipelab.engine.verify.reference import (
     NEARBY,
-    differences,
-    far,
-    full_batch,
-    gradients_of,
-    learning,
-    matters,
+    Gradients,
+    Reference,
+    least_of,
+    listed,
+    moved,
     nearby_weights,
-    norms_of,
-    restored,
-    sequential,
-    tolerance,
+    relative,
     unproven_of,
-    whole_batch_tolerance,
 )
 from pipelab.errors import VerificationError
 from pipelab.plan.fault import ranges
 
-if TYPE_CHECKING:
-    from pipelab.engine.pipeline import Pipeline
-
 Found = TypeVar("Found")
-Gradients = dict[str, torch.Tensor]
-Rewind = Callable[[], None]
+
+_TOLERANCE = 1e-6
+"""Largest difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches' gradients,
+relative to the norms of what is added up: the sum may be much smaller, as it is near a minimum of the loss."""
+
+_TOLERANCE_ON_A_GPU = 1e-5
+"""Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
+
+_WHOLE_BATCH_TOLERANCE = 1e-4
+"""Likewise against the whole batch, relative to the sum itself: generous, because a wrong weight is off by far
+more than rounding."""
+
+_MOVE = 0.05
+"""How far to move weights to look again: far enough that residuals are no rounding errors, near enough that what is
+wrong with the present weights is wrong with those. Types that round more coarsely must move further."""
 
 _WITH_OTHER_WEIGHTS = (
     " with slightly different weights. With the present ones they differ by more, as they do where rounding decides."
@@ -104,146 +113,160 @@ class Verification:
         return "\n".join([first, *remarks])
 
 
-def _at_once(
-    pipe: Pipeline, x: Any, y: Any, reference: Gradients, rewind: Rewind
-) -> tuple[tuple[float | None, bool, tuple[str, ...]], str]:
-    """Return how far the micro-batches' gradients are from the whole batch's; if too far, also why.
-
-    Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
-    input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
-    difference is a fault if it is too large with most of some other weights.
-    """
-    try:
-        difference, wrong = _difference_at_once(pipe, x, y, reference)
-    except Exception as error:
-        if not isinstance(pipe.stages.model, nn.ModuleList):
-            raise
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        return (None, False, (f"the stages, given as a list, do not take the whole batch ({why})",)), ""
-    if not wrong:
-        return (difference, False, ()), ""
-    looks: list[tuple[float, str]] = []
-    for seed in range(NEARBY):
-        with nearby_weights(pipe.stages.modules, seed, far(pipe)):
-            rewind()
-            nearby = sequential(pipe, x, y)
-            rewind()
-            looks.append(_difference_at_once(pipe, x, y, nearby))
-        alike = [each for each in looks if bool(each[1]) == bool(looks[-1][1])]
-        if len(alike) > NEARBY // 2:
-            break
-    difference, wrong = alike[0]
-    return (difference, True, ()), wrong
-
-
-def _difference_at_once(pipe: Pipeline, x: Any, y: Any, reference: Gradients) -> tuple[float, str]:
-    """Compare with the whole batch, with the weights as they are; if the difference is too large, say why.
-
-    Then the loss does not average as `reduction` says, or a stage computes something else of a part of the batch.
-    """
-    output = full_batch(pipe, x, y)
-    whole = gradients_of(pipe)
-    off = differences(reference, whole, norms_of(whole))
-    name = max(off, key=lambda each: off[each])
-    wrong = [each for each in off if not off[each] <= whole_batch_tolerance(pipe)]
-    if not wrong:
-        return off[name], ""
-    fact = (
-        f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
-        f"{name} differs by {off[name]:.1e} (2-norm, relative to the sum), with slightly different weights too\n"
-    )
-    return off[name], fact + (_of_a_spread(pipe, output, y) or _of_rows_mixed(pipe, wrong, reference))
-
-
-def _of_a_spread(pipe: Pipeline, output: Any, y: Any) -> str:
-    """Return the explanation that the loss broadcasts output and targets; "" if it does not.
-
-    Such a loss pairs every row of one with every row of the other, in any order.
-    """
-    if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
-        return ""
-    try:
-        spread = torch.broadcast_shapes(output.shape, y.shape)
-    except RuntimeError:  # the loss does something else with them
-        return ""
-    turned = y.flip(0)
-    if spread.numel() == y.numel() or torch.equal(turned, y):
-        return ""
-    with torch.no_grad():
-        before, after = (pipe.loss_fn(output, each.to(output.device)) for each in (y, turned))
-    if not torch.allclose(before, after, rtol=1e-4):
-        return ""
-    shape = list(output.shape)
-    return (
-        f"  the output is {shape} and y is {list(y.shape)}: the loss broadcasts them, every row of one against every "
-        f"row of the other\n  try: y.view({', '.join(map(str, shape))})"
+def reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
+    """Return plain training with the pipeline's micro-batches."""
+    rows, targets = pipe.cut.rows(x, "x"), pipe.cut.rows(y, "y")
+    weights = weights_of(pipe.reduction, [rows_of(piece, "x") for piece in rows], targets)
+    forward = partial(_through_model if pipe.stages.is_traced else _through_stages, pipe)
+    return Reference(
+        learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_ties_apart, pipe)
     )
 
 
-def _of_rows_mixed(pipe: Pipeline, wrong: list[str], reference: dict[str, torch.Tensor]) -> str:
-    """Return the explanation that the reduction is wrong; or a stage, if a gradient nearer to the loss is right."""
-    names = list(reference)
-    behind = names[names.index(wrong[-1]) + 1 :]
-    right = next((each for each in behind if matters(each, reference)), None)
-    named = repr(pipe.reduction) if isinstance(pipe.reduction, str) else "a function"
-    if right is not None:  # a wrong reduction would make it wrong too
-        return (
-            f"  {right} is right, so reduction={named} is right: but {wrong[-1]} and the layers before it have other "
-            "gradients than with the whole batch\n"
-            "  try: look, from there to the loss, for a branch on values, or for a mean or another statistic of "
-            "several rows"
-        )
-    return (
-        f"  reduction is {named}; it must say how loss_fn averages over rows\n"
-        "  try: reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch. If "
-        "it is right, look for a stage that computes a micro-batch differently from the whole batch, or for a loss "
-        "that is not an average over rows"
-    )
+def learning(pipe: Assembly) -> dict[str, nn.Parameter]:
+    """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
+    names = {id(parameter): name for name, parameter in pipe.stages.named.named_parameters()}
+    found: dict[nn.Parameter, str] = {}
+    for stage, module in enumerate(pipe.stages.modules):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:  # of several stages, the first names it
+                found.setdefault(parameter, f"{names.get(id(parameter), name)} (stage {stage})")
+    return {name: parameter for parameter, name in found.items()}
 
 
-def verify(pipe: Pipeline, x: Any, y: Any) -> Verification:
+def _ties_apart(pipe: Assembly) -> AbstractContextManager[None]:
+    """Return a context in which a parameter of stages on several devices is on each of them."""
+    runners = pipe.engine.runners
+    apart = runners.ties and len(set(pipe.engine.stage_devices)) > 1
+    return runners.running(pipe.stages.modules, learning=True) if apart else nullcontext()
+
+
+def _through_model(pipe: Assembly, value: Any) -> Any:
+    """Return what comes out of the user's own model.
+
+    Where there is none (stages given as a list), or none that runs on one device, it is what comes out of the stages.
+    """
+    model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
+    if len(devices) > 1 or isinstance(model, nn.ModuleList):
+        return _through_stages(pipe, value)
+    value = _cloned(pipe, 0, moved(value, *devices))
+    return call(model, value) if pipe.stages.is_traced else model(value)
+
+
+def _through_stages(pipe: Assembly, value: Any) -> Any:
+    for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
+        value = module(_cloned(pipe, stage, moved(value, device)))
+    return value
+
+
+def _cloned(pipe: Assembly, stage: int, value: Any) -> Any:
+    """Return a clone of a stage's input where the engine makes one, and only there: strides may change last bits."""
+    clones = any(runner.clones_input for (index, _), runner in pipe.engine.runners.of.items() if index == stage)
+    return map_tensors(torch.clone, value) if clones else value
+
+
+def tolerance(devices: Sequence[Any], cast: set[torch.dtype], gradient: torch.Tensor) -> float:
+    """Return how far a gradient may be from the same micro-batches', added up in another order."""
+    own = _coarsest({gradient.dtype})
+    if all(each.device.type == "cpu" for each in devices):
+        return max(_TOLERANCE, own)
+    return max(_TOLERANCE_ON_A_GPU, own, _coarsest(cast))
+
+
+def _coarsest(types: set[torch.dtype]) -> float:
+    return max((8 * float(torch.finfo(kind).eps) for kind in types), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A pipeline, a batch, plain training, and what restores all that a run changes."""
+
+    pipe: Assembly
+    x: Any
+    y: Any
+    plain: Reference
+    rewind: Callable[[], None]
+
+    def allowed(self, gradient: torch.Tensor) -> float:
+        return tolerance(self.pipe.engine.devices, self.plain.caller.types, gradient)
+
+    @property
+    def allowed_of_the_batch(self) -> float:
+        types = {parameter.dtype for parameter in self.plain.parameters.values()}
+        return max(_WHOLE_BATCH_TOLERANCE, _coarsest(types | self.plain.caller.types))
+
+    def alone(self, microbatch: int) -> Gradients:
+        """Return what one micro-batch adds in plain training."""
+        gradients = self.plain.gradients(microbatch)
+        self.rewind()
+        return gradients
+
+    def added_up(self) -> dict[str, float]:
+        """Return, for each gradient, the sum of the norms of what the micro-batches add to it."""
+        added = dict.fromkeys(self.plain.parameters, 0.0)
+        for microbatch in range(len(self.plain.rows)):
+            for name, norm in self.alone(microbatch).norms.items():
+                added[name] += norm
+        return added
+
+
+def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
     """Compare a pipeline's gradients with plain training's, one micro-batch after another."""
     x, y = pipe.engine.share_batch(x, y)
-    loss = [pipe.loss_fn] if isinstance(pipe.loss_fn, nn.Module) else []
-    with pipe.engine.full_model(), restored([*pipe.stages.modules, *loss], [x, y]) as rewind, _as_in_the_workers(pipe):
+    with pipe.engine.full_model(), restored(pipe.modules, [x, y]) as rewind, _as_in_the_workers(pipe):
         for runner in pipe.engine.runners.of.values():
             runner.steps = 0  # the next one compares contents again
-        modules, replicas = pipe.stages.modules, pipe.plan.replicas
-        replicated = [(stage, AttributeSnapshot(modules[stage])) for stage, ranks in replicas.items() if len(ranks) > 1]
+        replicated = {stage: ranks for stage, ranks in pipe.plan.replicas.items() if len(ranks) > 1}
+        attributes = {stage: AttributeSnapshot(pipe.stages.modules[stage]) for stage in replicated}
+        modules = pipe.stages.modules
         pipe.run(x, y)
-        changed = ((stage, each.changed(AttributeSnapshot(modules[stage]))) for stage, each in replicated)
-        apart = next((_state_apart(stage, replicas[stage], name) for stage, name in changed if name), "")
+        changed = {stage: each.changed(AttributeSnapshot(modules[stage])) for stage, each in attributes.items()}
+        apart = next((_state_apart(stage, replicated[stage], name) for stage, name in changed.items() if name), "")
         pipe.engine.gather_gradients()
-        ours = gradients_of(pipe)
-        rewind()
-        before = RandomSnapshot()
-        reference = _alike(pipe, lambda: (sequential(pipe, x, y), ""))
-        idle = tuple(name for name, parameter in learning(pipe) if parameter.grad is None and not ours[name].any())
-        draws = RandomSnapshot() != before
-        rewind()
-        exact = all(torch.equal(gradient, reference[name]) for name, gradient in ours.items())
-        added = _alike(pipe, lambda: (norms_of(reference) if exact else _added_up(pipe, x, y, rewind), ""))
-        off = differences(ours, reference, added)
-        wrong = [name for name, gradient in ours.items() if not off[name] <= tolerance(pipe, gradient)]
-        worst = max(off.values(), default=0.0)
-        _alike(pipe, lambda: (None, _of_no_numbers(pipe, x, y, ours, reference, rewind)))
-        seen = ""
-        if wrong and not draws:
-            first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
-            seen = (
-                f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to what "
-                f"is added up; allowed {tolerance(pipe, ours[first]):.0e}); {many} in all"
-            )
-        # Each process computes its own reference: state of a stage may exist in one process only.
-        if seen := pipe.engine.first_message(seen):
-            raise VerificationError(f"{seen}\n{_explanation(pipe, x, y, rewind)}")
-        unproven = unproven_of(pipe.stages.model, draws)
-        whole, nearby = None, False
-        if not unproven:
-            whole, nearby, unproven = _alike(pipe, lambda: _at_once(pipe, x, y, reference, rewind))
-        unproven += tuple(filter(None, [pipe.engine.first_message(apart)]))  # a process may hold other stages
-    compared = not wrong
-    return Verification(len(ours), len(pipe.cut.sequences), exact, worst, whole, unproven, idle, compared, nearby)
+        both = _Comparison(pipe, x, y, reference_of(pipe, x, y), rewind)
+        return _compared(both, Gradients.of(both.plain.parameters), apart)
+
+
+def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
+    """Compare the gradients of a step; `apart` is what each rank of a replicated stage has for itself."""
+    pipe, plain = both.pipe, both.plain
+    both.rewind()
+    before = RandomSnapshot()
+    sums = _alike(pipe, lambda: (plain.gradients(), ""))
+    idle = [name for name, each in plain.parameters.items() if each.grad is None and not ours[name].any()]
+    draws = RandomSnapshot() != before
+    both.rewind()
+    exact = all(torch.equal(gradient, sums[name]) for name, gradient in ours.items())
+    added = _alike(pipe, lambda: (sums.norms if exact else both.added_up(), ""))
+    off = relative((ours - sums).norms, added)
+    wrong = [name for name, gradient in ours.items() if not off[name] <= both.allowed(gradient)]
+    _alike(pipe, lambda: (None, _of_no_numbers(both, ours, sums)))
+    seen = ""
+    if wrong and not draws:
+        first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
+        seen = (
+            f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to what "
+            f"is added up; allowed {both.allowed(ours[first]):.0e}); {many} in all"
+        )
+    # Each process computes its own reference: state of a stage may exist in one process only.
+    if seen := pipe.engine.first_message(seen):
+        raise VerificationError(f"{seen}\n{_explanation(both)}")
+    unproven = unproven_of(pipe.stages.model, draws)
+    whole = _Whole()
+    if not unproven:
+        whole = _alike(pipe, lambda: _at_once(both, sums))
+    unproven += (*whole.unproven, *filter(None, [pipe.engine.first_message(apart)]))  # others may hold other stages
+    return Verification(
+        parameters=len(ours),
+        microbatches=len(plain.rows),
+        exact=exact,
+        largest_difference=max(off.values(), default=0.0),
+        whole_batch_difference=whole.difference,
+        unproven=unproven,
+        idle=tuple(idle),
+        compared=not wrong,
+        nearby=whole.nearby,
+    )
 
 
 def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
@@ -253,17 +276,7 @@ def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
     )
 
 
-def _added_up(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> dict[str, float]:
-    """Return, for each gradient, the sum of the norms of what the micro-batches add to it."""
-    added = dict.fromkeys((name for name, _ in learning(pipe)), 0.0)
-    for microbatch in range(len(pipe.cut.sequences)):
-        for name, norm in norms_of(sequential(pipe, x, y, microbatch)).items():
-            added[name] += norm
-        rewind()
-    return added
-
-
-def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
+def _alike(pipe: Assembly, look: Callable[[], tuple[Found, str]]) -> Found:
     """Run a comparison on all processes, so that none waits for ever if one of them fails."""
     try:
         found, seen = look()
@@ -276,58 +289,8 @@ def _alike(pipe: Pipeline, look: Callable[[], tuple[Found, str]]) -> Found:
     return found
 
 
-def _explanation(pipe: Pipeline, x: Any, y: Any, rewind: Rewind) -> str:
-    """Find the first micro-batch that alone makes a difference."""
-    for microbatch, slices in enumerate(pipe.cut.sequences):
-        pipe.run(x, y, only=microbatch)
-        pipe.engine.gather_gradients()
-        ours = gradients_of(pipe)
-        rewind()
-        alone = sequential(pipe, x, y, microbatch)
-        off = differences(ours, alone, norms_of(alone))
-        rewind()
-        wrong = [name for name, each in off.items() if not each <= tolerance(pipe, ours[name])]
-        whole = pipe.cut.dim is None
-        named = f"micro-batch {microbatch}" if whole else f"the sequence of micro-batches {ranges(slices)}"
-        seen = f"{named} is the first that differs, at {wrong[0]}" if wrong else ""
-        if seen := pipe.engine.first_message(seen):
-            return seen + (_UNLIKE_ITS_TRACE if pipe.stages.is_traced else _BESIDE_THE_VALUES)
-    return "every micro-batch alone is right: they differ only together" + _BESIDE_THE_VALUES
-
-
-_BESIDE_THE_VALUES = (
-    "\n  try: look for state that a stage stores from one micro-batch to the next, and for what a stage does to a "
-    "tensor of an earlier stage: reads it from an attribute, hooks it, or runs its own backward"
-)
-_UNLIKE_ITS_TRACE = (
-    "\n  try: look for what the traced model reads outside of its modules, such as a global variable or a class "
-    "attribute; after it has changed, split the model again"
-)
-
-
-def _of_no_numbers(pipe: Pipeline, x: Any, y: Any, ours: Gradients, reference: Gradients, rewind: Rewind) -> str:
-    """Return the explanation that a gradient is NaN or infinite in the plain model too; "" if none is."""
-    name = next((each for each in ours if not (_finite(ours[each]) or _finite(reference[each]))), None)
-    if name is None:
-        return ""
-    kind = "NaN" if bool(reference[name].isnan().any()) else "infinite"
-    fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
-    for microbatch, value in enumerate(pipe.cut.rows(x, "x")):
-        found = not all(map(_finite, sequential(pipe, x, y, microbatch).values()))
-        rewind()
-        if found:
-            given = "" if all(map(_finite, tensors_of(value))) else ", and its rows of x are not finite"
-            fact += f"\n  micro-batch {microbatch} is the first that makes one{given}"
-            break
-    return f"{fact}\n  try: Pipeline(..., watch_nan=True), whose step names the first action that makes one"
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
-
-
 @contextmanager
-def _as_in_the_workers(pipe: Pipeline) -> Iterator[None]:
+def _as_in_the_workers(pipe: Assembly) -> Iterator[None]:
     """Let operations use as many processor threads as in the workers: the order of their sums depends on it."""
     callers = torch.get_num_threads()
     torch.set_num_threads(pipe.engine.intra_op_threads)
@@ -335,3 +298,140 @@ def _as_in_the_workers(pipe: Pipeline) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(callers)
+
+
+class _Whole(NamedTuple):
+    """How far the whole batch's gradients are, whether with nearby weights, and what is unproven."""
+
+    difference: float | None = None
+    nearby: bool = False
+    unproven: tuple[str, ...] = ()
+
+
+def _at_once(both: _Comparison, sums: Gradients) -> tuple[_Whole, str]:
+    """Return how far the micro-batches' gradients are from the whole batch's; if too far, also why.
+
+    Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
+    input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
+    difference is a fault if it is too large with most of some other weights.
+    """
+    try:
+        difference, wrong = _difference_at_once(both, sums)
+    except Exception as error:
+        if not isinstance(both.pipe.stages.model, nn.ModuleList):
+            raise
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
+        return _Whole(unproven=(f"the stages, given as a list, do not take the whole batch ({why})",)), ""
+    if not wrong:
+        return _Whole(difference), ""
+    far = max(_MOVE, 4 * both.allowed_of_the_batch)
+    looks: list[tuple[float, str]] = []
+    for seed in range(NEARBY):
+        with nearby_weights(both.pipe.stages.modules, seed, far):
+            both.rewind()
+            nearby = both.plain.gradients()
+            both.rewind()
+            looks.append(_difference_at_once(both, nearby))
+        alike = [look for look in looks if bool(look[1]) == bool(looks[-1][1])]
+        if len(alike) > NEARBY // 2:
+            break
+    difference, wrong = alike[0]
+    return _Whole(difference, nearby=True), wrong
+
+
+def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]:
+    """Compare with the whole batch, with the weights as they are; if the difference is too large, say why.
+
+    Then the loss does not average as `reduction` says, or a stage computes something else of a part of the batch.
+    """
+    forward = partial(_through_model, both.pipe)
+    at_once = replace(both.plain, forward=forward, rows=[both.x], targets=[both.y], weights=[1.0])
+    output = at_once.run()
+    whole = Gradients.of(at_once.parameters)
+    off = relative((sums - whole).norms, whole.norms)
+    name = max(off, key=lambda each: off[each])
+    wrong = [parameter for parameter, difference in off.items() if not difference <= both.allowed_of_the_batch]
+    if not wrong:
+        return off[name], ""
+    fact = (
+        f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
+        f"{name} differs by {off[name]:.1e} (2-norm, relative to the sum), with slightly different weights too"
+    )
+    named = repr(both.pipe.reduction) if isinstance(both.pipe.reduction, str) else "a function"
+    if _spreads(both.pipe, output, both.y):
+        said = _said("spread", list(output.shape), list(both.y.shape), shape=str(list(output.shape))[1:-1])
+    elif right := _right_behind(wrong, sums):  # a wrong reduction would make it wrong too
+        said = _said("rows-mixed", right, named, wrong[-1])
+    else:
+        said = _said("reduction", named)
+    return off[name], f"{fact}\n{said}"
+
+
+def _spreads(pipe: Assembly, output: Any, y: Any) -> bool:
+    """Return whether the loss broadcasts output and targets.
+
+    Such a loss pairs every row of one with every row of the other, in any order.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
+        return False
+    try:
+        spread = torch.broadcast_shapes(output.shape, y.shape)
+    except RuntimeError:  # the loss does something else with them
+        return False
+    turned = y.flip(0)
+    if spread.numel() == y.numel() or torch.equal(turned, y):
+        return False
+    with torch.no_grad():
+        before, after = (pipe.loss_fn(output, targets.to(output.device)) for targets in (y, turned))
+    return torch.allclose(before, after, rtol=1e-4)
+
+
+def _right_behind(wrong: list[str], sums: Gradients) -> str:
+    """Return a parameter nearer to the loss than the wrong ones, large enough to be measured against itself."""
+    names, norms = list(sums), sums.norms
+    behind = names[names.index(wrong[-1]) + 1 :]
+    return next((name for name in behind if norms[name] > least_of(norms)), "")
+
+
+def _said(code: str, *found: object, **more: object) -> str:
+    """Return a cause of the table and what to try, as the lines of an error."""
+    words, hint = CAUSES[code].words.format(*found), CAUSES[code].hint.format(**more)
+    return (f"  {words}\n" if words else "") + f"  try: {hint}"
+
+
+def _explanation(both: _Comparison) -> str:
+    """Find the first micro-batch that alone makes a difference."""
+    pipe = both.pipe
+    for microbatch, slices in enumerate(pipe.cut.sequences):
+        pipe.run(both.x, both.y, microbatch)
+        pipe.engine.gather_gradients()
+        ours = Gradients.of(both.plain.parameters)
+        both.rewind()
+        alone = both.alone(microbatch)
+        off = relative((ours - alone).norms, alone.norms)
+        wrong = [name for name, difference in off.items() if not difference <= both.allowed(ours[name])]
+        named = (
+            f"micro-batch {microbatch}" if pipe.cut.dim is None else f"the sequence of micro-batches {ranges(slices)}"
+        )
+        seen = f"{named} is the first that differs, at {wrong[0]}" if wrong else ""
+        if seen := pipe.engine.first_message(seen):
+            return f"{seen}\n{_said('unlike-its-trace' if pipe.stages.is_traced else 'remembers')}"
+    return f"every micro-batch alone is right: they differ only together\n{_said('remembers')}"
+
+
+def _of_no_numbers(both: _Comparison, ours: Gradients, sums: Gradients) -> str:
+    """Return the explanation that a gradient is NaN or infinite in the plain model too; "" if none is."""
+    name = next((name for name in ours if not (_finite(ours[name]) or _finite(sums[name]))), None)
+    if name is None:
+        return ""
+    kind = "NaN" if bool(sums[name].isnan().any()) else "infinite"
+    fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
+    for microbatch, rows in enumerate(both.plain.rows):
+        if not all(map(_finite, both.alone(microbatch).values())):
+            given = "" if all(map(_finite, tensors_of(rows))) else ", and its rows of x are not finite"
+            return f"{fact}\n{_said('not-finite-at', microbatch, given)}"
+    return fact
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
-from pipelab.engine.verify.causes import Sizes, named
+from pipelab.engine.verify.causes import named
+from pipelab.engine.verify.reference import Sizes
 
 mse = nn.functional.mse_loss
 NAN = float("nan")

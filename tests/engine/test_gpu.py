@@ -34,8 +34,7 @@ def test_gradients_are_those_of_the_same_microbatches_bit_for_bit(name):
     plan = schedules[name](4, 6).plan()
     model = plain.mlp(8, WIDTH).cuda()
     x, y = on_gpu(24)
-    plain.one_after_another(model, mse, x, y, 6)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 6)
     with Pipeline(model, plan, mse, devices=["cuda:0"] * 4) as pipe:
         for _ in range(3):
             pipe.step(x, y)
@@ -117,8 +116,7 @@ def test_a_batch_on_the_cpu_goes_to_the_gpu_by_itself():
     model = plain.mlp(4, WIDTH)
     parameters = list(model.parameters())
     x, y = plain.batch(8, WIDTH)
-    plain.one_after_another(model, mse, x, y, 4)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 4)
     with Pipeline(model, OneFOneB(2, 4), mse, devices=["cuda:0"] * 2) as pipe:
         pipe.step(x, y)
     assert all(parameter is before for parameter, before in zip(model.parameters(), parameters, strict=True))

@@ -68,8 +68,7 @@ def test_gradients_of_any_legal_order_add_up_in_that_order(case, more):
     model = plain.mlp(2 * plan.stages)
     x, y = plain.batch(plan.microbatches + more)
     alone = plain.each_alone(model, mse, x, y, plan.microbatches)
-    plain.one_after_another(model, mse, x, y, plan.microbatches)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, plan.microbatches)
     with Pipeline(model, plan, mse, devices=["cpu"] * plan.ranks) as pipe:
         pipe.step(x, y)
     gradients = plain.taken(model)
@@ -91,8 +90,7 @@ def test_an_overlapped_pair_runs_forward_then_backward():
     ]
     model = plain.mlp(4)
     x, y = plain.batch(6)
-    plain.one_after_another(model, mse, x, y, 3)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 3)
     with Pipeline(model, Plan(rows, 2, 3), mse) as pipe:
         step = pipe.step(x, y)
     assert plain.equal(plain.taken(model), expected)
@@ -106,8 +104,7 @@ def test_several_stages_per_rank_in_a_v_give_the_plain_gradients():
     assert V_SHAPED.replicas == {0: (0,), 1: (1,), 2: (1,), 3: (0,)}
     model = plain.mlp(8)
     x, y = plain.batch(5)
-    plain.one_after_another(model, mse, x, y, 2)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 2)
     with Pipeline(model, V_SHAPED, mse) as pipe:
         for _ in range(3):
             pipe.step(x, y)
@@ -130,8 +127,7 @@ def test_the_same_step_twice_gives_the_same_bits():
 def test_a_rank_may_have_nothing_to_do():
     model = plain.mlp(2)
     x, y = plain.batch(4)
-    plain.one_after_another(model, mse, x, y, 2)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 2)
     plan = Plan([[F(0, 0), B(0, 0), F(1, 0), B(1, 0)], []], stages=1, microbatches=2)
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(x, y)

@@ -24,7 +24,7 @@ from pipelab.engine import threads
 from pipelab.engine.emulation import instantly
 from pipelab.engine.stage.replicas import copied
 from pipelab.engine.threads import AllReduce
-from pipelab.errors import EngineError, StageError, StepTimeoutError, UsageError
+from pipelab.errors import EngineError, StageError, StepTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,8 +110,7 @@ def test_any_legal_plan_runs_and_has_the_gradients_of_the_plain_loop(case):
     plan = case.plan
     model = plain.mlp(2 * plan.stages)
     x, y = plain.batch(plan.microbatches + 1)
-    plain.one_after_another(model, mse, x, y, plan.microbatches)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, plan.microbatches)
     with Pipeline(model, plan, mse, devices=["cpu"] * plan.ranks) as pipe:
         trace = pipe.step(x, y).trace
     assert plain.difference(plain.taken(model), expected) <= TOLERANCE
@@ -132,8 +131,7 @@ def test_gradients_are_added_up_within_each_rank_then_in_the_order_of_the_ranks(
 def test_one_replica_is_equal_bit_for_bit():
     model = plain.mlp(4)
     x, y = plain.batch(8)
-    plain.one_after_another(model, mse, x, y, 4)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, 4)
     with Pipeline(model, replicate(OneFOneB(2, 4), 1), mse) as pipe:
         pipe.step(x, y)
         assert plain.equal(plain.taken(model), expected)
@@ -586,11 +584,6 @@ def test_the_lowest_ranks_statistics_are_kept_if_asked_for():
         twin(rows)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, twin.get_buffer(name))
-
-
-def test_another_word_for_buffers_is_refused():
-    with pytest.raises(UsageError, match="replicated_buffers='mean': expected 'refuse' or 'lowest'"):
-        Pipeline(plain.mlp(2), two_ranks(1, 1), mse, replicated_buffers="mean")
 
 
 class Counts(nn.Module):

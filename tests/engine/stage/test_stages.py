@@ -55,8 +55,7 @@ def test_tuples_dicts_integers_and_unused_outputs_pass_between_stages(name):
     model = nn.Sequential(Fork(), Merge(), Head(), nn.Tanh())
     x, y = plain.batch(10)
     plan = with_stages(name, 4, 4)
-    plain.one_after_another(model, mse, x, y, plan.microbatches)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, mse, x, y, plan.microbatches)
     with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(x, y)
         gradients = plain.taken(model)
@@ -205,8 +204,7 @@ def test_a_first_stage_may_write_into_the_batch_as_in_plain_training(name):
     model = nn.Sequential(Fills(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     plan = with_stages(name, 4, 4)
     x, y = plain.batch(2 * plan.microbatches)
-    plain.one_after_another(model, mse, x.clone(), y, plan.microbatches)
-    reference = plain.taken(model)
+    reference = plain.gradients(model, mse, x.clone(), y, plan.microbatches)
     with Pipeline(model, plan, mse) as pipe:
         pipe.step(x, y)
         assert plain.difference(plain.taken(model), reference) < 1e-6
@@ -342,8 +340,7 @@ def test_other_number_types_pass_between_stages(dtype):
     def loss(output, target):
         return (output - target).abs().pow(2).mean()
 
-    plain.one_after_another(model, loss, x, y, 3)
-    expected = plain.taken(model)
+    expected = plain.gradients(model, loss, x, y, 3)
     with Pipeline(model, OneFOneB(3, 3), loss) as pipe:
         pipe.step(x, y)
         assert plain.equal(plain.taken(model), expected)

@@ -132,14 +132,12 @@ class Pipeline:
         all_reduce_runs: Literal["in-row", "beside"] = "in-row",
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
-        if engine not in ENGINES:
-            raise UsageError(f"engine={engine!r}: expected {' or '.join(map(repr, ENGINES))}")
-        if not callable(reduction) and reduction not in ("mean", "sum"):
-            raise UsageError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
+        _require_one_of(list(ENGINES), engine=engine)
+        _require_one_of(["mean", "sum"], reduction="mean" if callable(reduction) else reduction)
+        _require_one_of(["refuse", "lowest"], replicated_buffers=replicated_buffers)
+        _require_one_of(["in-row", *["beside"] * (engine == "torch")], all_reduce_runs=all_reduce_runs)
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout={timeout!r}: expected seconds, more than 0, or None to wait for ever")
-        if replicated_buffers not in ("refuse", "lowest"):
-            raise UsageError(f"replicated_buffers={replicated_buffers!r}: expected 'refuse' or 'lowest'")
         if group is not None and engine != "torch":
             raise UsageError(f"group= names processes, and engine={engine!r} has one: write engine='torch'")
         if intra_op_threads is not None:
@@ -148,16 +146,13 @@ class Pipeline:
             raise TypeError(f"Pipeline(model, schedule, loss_fn): expected a model first, got {shorten(model)}")
         self.plan = as_plan(schedule).reducing(beside=False)
         require_legal(self.plan)
-        _require_words(self.plan, engine, sequence_dim)
-        self.plan = self.plan.reducing(beside=_beside(all_reduce_runs, engine))
+        _require_runnable(self.plan, engine, sequence_dim)
+        self.plan = self.plan.reducing(beside=all_reduce_runs == "beside")
         require_loss(loss_fn, reduction)
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
         self.cut = Cut(self.plan, sequence_dim)
-        copied = any(len(ranks) > 1 for ranks in self.plan.replicas.values())
-        if sequence_dim is not None and engine == "torch" and copied:
-            raise EngineError(f"{self.plan.name}: only engine='threads' cuts sequences into slices among replicas")
         self.stages = split(model, into=self.plan.stages)
         require_makeable(self.stages.model)
         if whole_model is not None:
@@ -509,8 +504,17 @@ def _require_same_rows(parts: Sequence[Part]) -> None:
         raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")
 
 
-def _require_words(plan: Plan, engine: str, sequence_dim: int | None) -> None:
+def _require_one_of(known: list[str], **given: object) -> None:
+    for name, value in given.items():
+        if value not in known:
+            raise UsageError(f"{name}={value!r}: expected {' or '.join(map(repr, known))}")
+
+
+def _require_runnable(plan: Plan, engine: str, sequence_dim: int | None) -> None:
     """Refuse a plan with kinds of action that no engine runs, or that PyTorch's runtime or slices lack."""
+    copied = any(len(ranks) > 1 for ranks in plan.replicas.values())
+    if sequence_dim is not None and engine == "torch" and copied:
+        raise EngineError(f"{plan.name}: only engine='threads' cuts sequences into slices among replicas")
     if sequence_dim is not None and "C" in plan.bound.kinds:
         raise EngineError(f"{plan.name} has C (recomputation), which no engine runs on slices of a sequence")
     kinds = [kind for kind in plan.bound.kinds if kind in OPTIONAL]
@@ -525,10 +529,3 @@ def _require_words(plan: Plan, engine: str, sequence_dim: int | None) -> None:
         raise EngineError(
             f"{plan.name} has {', '.join(lacking)}, which PyTorch's runtime lacks\n  try: engine='threads'"
         )
-
-
-def _beside(all_reduce_runs: str, engine: str) -> bool:
-    """Return whether all-reduces run beside computing."""
-    if all_reduce_runs not in ("in-row", *["beside"] * (engine == "torch")):
-        raise UsageError(f"all_reduce_runs={all_reduce_runs!r}: expected 'in-row', or, with engine='torch', 'beside'")
-    return all_reduce_runs == "beside"

@@ -133,7 +133,8 @@ class Pipeline:
     ) -> None:
         """Check the plan, split the model, move the stages to their devices, and start the workers."""
         _require_one_of(list(ENGINES), engine=engine)
-        _require_one_of(["mean", "sum"], reduction="mean" if callable(reduction) else reduction)
+        if not callable(reduction) and reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={reduction!r}: expected 'mean', 'sum', or a function from target to weight")
         _require_one_of(["refuse", "lowest"], replicated_buffers=replicated_buffers)
         _require_one_of(["in-row", *["beside"] * (engine == "torch")], all_reduce_runs=all_reduce_runs)
         if timeout is not None and not timeout > 0:

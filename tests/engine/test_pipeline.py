@@ -52,8 +52,3 @@ def test_no_engine_sends_activations_away(engine):
     plan = pipelab.Plan.parse("0F0 0OFFLOAD0 0LOAD0 0B0")
     with pytest.raises(pipelab.EngineError, match=r"OFFLOAD \(offload\), LOAD \(load\)"):
         pipelab.Pipeline(nn.Sequential(nn.Linear(2, 2)), plan, nn.MSELoss(), engine=engine)
-
-
-def test_all_reduces_run_beside_computing_with_processes_only():
-    with pytest.raises(pipelab.UsageError, match="all_reduce_runs='beside'"):
-        pipelab.Pipeline(nn.Linear(2, 2), GPipe(1, 1), nn.MSELoss(), all_reduce_runs="beside")

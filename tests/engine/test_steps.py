@@ -152,12 +152,6 @@ def test_a_micro_batch_that_weighs_nothing_adds_nothing_even_where_its_loss_is_n
     assert plain.difference(plain.taken(model), expected) <= 1e-6
 
 
-@pytest.mark.parametrize("reduction", ["max", None, 3])
-def test_an_unknown_reduction_is_refused(reduction):
-    with pytest.raises(errors.UsageError, match=r"expected 'mean', 'sum', or a function"):
-        Pipeline(plain.mlp(4), GPipe(2, 2), mse, reduction=reduction)
-
-
 def adam(parameters):
     optimizer = torch.optim.Adam(parameters, lr=0.01)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -390,16 +384,20 @@ def test_intra_op_threads_hold_in_every_worker():
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("threads", [0, -1, 1.5])
-def test_a_number_of_threads_that_is_none_is_refused(threads):
-    with pytest.raises(errors.UsageError, match="intra_op_threads"):
-        Pipeline(plain.mlp(4), GPipe(2, 2), mse, intra_op_threads=threads)
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0])
-def test_a_timeout_that_is_none_is_refused(timeout):
-    with pytest.raises(errors.UsageError, match="timeout"):
-        Pipeline(plain.mlp(4), GPipe(2, 2), mse, timeout=timeout)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        *(({"reduction": each}, "expected 'mean', 'sum', or a function") for each in ("max", None, 3)),
+        *(({"intra_op_threads": each}, "intra_op_threads") for each in (0, -1, 1.5)),
+        *(({"timeout": each}, "timeout") for each in (0, -1.0)),
+        ({"replicated_buffers": "mean"}, "replicated_buffers='mean': expected 'refuse' or 'lowest'"),
+        ({"all_reduce_runs": "beside"}, "all_reduce_runs='beside': expected 'in-row'"),
+        ({"engine": "mpi"}, "engine='mpi': expected 'threads'"),
+    ],
+)
+def test_an_argument_that_a_pipeline_does_not_know_is_refused(arguments, told):
+    with pytest.raises(errors.UsageError, match=told):
+        Pipeline(plain.mlp(4), GPipe(2, 2), mse, **arguments)
 
 
 def test_a_pipeline_tells_its_plan_its_stages_and_devices():

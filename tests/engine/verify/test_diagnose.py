@@ -323,25 +323,6 @@ def test_a_number_with_two_meanings_is_not_given_one():
     assert "the number of micro-batches, and the number of replicas" in str(found)
 
 
-def test_what_no_microbatch_explains_is_unexplained_with_its_share():
-    model, (x, y) = plain.mlp(2), plain.batch(20)
-
-    def step(x, y):
-        mse(model(x), y.roll(4, 0)).backward()  # each output meets the targets of its neighbour
-
-    found = diagnose(step, model, x, y, mse, microbatches=5)
-    assert found.code == "other-targets"
-    assert found.residual > 0.1
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def too_early(x, y):
-        for rows, targets in pieces(x, y, 5):
-            mse(model(rows), targets).backward()
-            optimizer.step()
-
-    assert diagnose(too_early, model, x, y, mse, microbatches=5).code == "weights-change"
-
-
 def test_random_numbers_and_nan_are_said():
     (x, y), model = plain.batch(20), nn.Sequential(nn.Dropout(0.5), *plain.mlp(2))
     backwards = lambda x, y: mse(model(x.flip(0)), y.flip(0)).backward()  # noqa: E731

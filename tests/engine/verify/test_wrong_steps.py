@@ -396,6 +396,7 @@ def test_the_cause_of_a_wrong_step_is_named(wrong, code, fact):
     assert found.code == code, found
     assert found.wrong
     assert fact in str(found)
+    assert (found.residual > 0.02) == ("comes from no micro-batch" in str(found))
 
 
 def test_a_step_runs_again_only_where_no_count_explains_it_and_not_if_it_must_not():

@@ -120,9 +120,10 @@ def overhead(size: Size) -> Iterator[str]:
         steps = {"sequence": sequence, "gpipe": lambda: step(gpipe), "1f1b": lambda: step(one_f_one_b)}
         times = in_turns({name: lambda do=do: timed(model, do, 3) for name, do in steps.items()}, size.rounds)
     alone = median(times["sequence"])
-    for name, each in times.items():
-        extra = 1e6 * (median(each) - alone) / (2 * RANKS * size.microbatches)
-        yield f"{name}: {1e3 * median(each):.2f} ms, {median(each) / alone:.3f} of sequence, {extra:+.1f} us an action"
+    for name, found in times.items():
+        took = median(found)
+        extra = 1e6 * (took - alone) / (2 * RANKS * size.microbatches)
+        yield f"{name}: {1e3 * took:.2f} ms, {took / alone:.3f} of sequence, {extra:+.1f} us an action"
 
 
 def memory(size: Size) -> Iterator[str]:
@@ -133,7 +134,7 @@ def memory(size: Size) -> Iterator[str]:
             predicted = pipelab.memory_use(pipe.plan, pipe.memory(x, y))
             pipe.step(x, y)
             peak = _peak(size, lambda pipe=pipe: pipe.step(x, y))
-        held = [max(each.activations for each in curve) for curve in predicted.curves]
+        held = [max(moment.activations for moment in curve) for curve in predicted.curves]
         yield f"{name}: predicted {sum(held) / 1e6:.1f} MB (by rank {held}), the allocator's peak {peak / 1e6:.1f} MB"
 
 

@@ -96,7 +96,7 @@ class GpuClock:
             event.synchronize()
             after = time.perf_counter_ns()
             tries.append(_Anchor(event, (before + after) // 2, (after - before + 1) // 2))
-        self.anchor = min(tries, key=lambda each: each.error_ns)
+        self.anchor = min(tries, key=lambda anchor: anchor.error_ns)
         return self.anchor
 
     def begin(self) -> GpuStepClock:
@@ -128,7 +128,7 @@ class GpuStepClock:
         origin, _, _ = self._origin
         since = [1e6 * self._reference.elapsed_time(mark) for mark in marks]
         self._longest = max(self._longest, since[-1])
-        return [origin + round(each) for each in since]
+        return [origin + round(passed) for passed in since]
 
     @cached_property
     def _origin(self) -> tuple[int, int, float]:

@@ -184,13 +184,13 @@ class _CopyStreams:
 
 def rank_streams(devices: Sequence[RankDevice]) -> list[RankStream]:
     """Return a stream for each rank of a pipeline; those on one GPU share its clock."""
-    gpus = list(dict.fromkeys(each.device for each in devices if each.device.type == "cuda"))
+    gpus = list(dict.fromkeys(rank.device for rank in devices if rank.device.type == "cuda"))
     clocks = {gpu: GpuClock(gpu) for gpu in gpus}
     return [
-        CudaStream(each, clocks[each.device], [gpu for gpu in gpus if gpu != each.device])
-        if each.device in clocks
-        else CpuStream(each, gpus)
-        for each in devices
+        CudaStream(rank, clocks[rank.device], [gpu for gpu in gpus if gpu != rank.device])
+        if rank.device in clocks
+        else CpuStream(rank, gpus)
+        for rank in devices
     ]
 
 

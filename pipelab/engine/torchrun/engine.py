@@ -62,7 +62,7 @@ class TorchEngine(Engine):
     ) -> None:
         self.plan, self.stages, self.rank = plan, stages, rank
         self.group = connections.everyone
-        self.devices = [RankDevice(each) for each in devices]
+        self.devices = [RankDevice(device) for device in devices]
         self.local_stages = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
         self.stage_devices = [devices[rank]] * plan.stages
         self.intra_op_threads = settings.intra_op_threads or torch.get_num_threads()
@@ -168,7 +168,7 @@ class TorchEngine(Engine):
             self._stream.enter(stack)
             whole.caller.enter(stack)
             # [1] which values will be sent?
-            counts = [len(tensors_of(each)[0]) for each in inputs]
+            counts = [len(tensors_of(piece)[0]) for piece in inputs]
             if self._shapes not in self._metas:
                 here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
                 self._metas[self._shapes] = learn_metas(*here, inputs, counts, learning=learning)
@@ -204,7 +204,7 @@ class TorchEngine(Engine):
                     reducer.begin()
                     stack.callback(reducer.end)
             self._buffers.begin()
-            self._runtime([(each,) for each in step.inputs])
+            self._runtime([(piece,) for piece in step.inputs])
             step.look(wait=True)
             for stage in self._stages:
                 stage.presence.finish()
@@ -323,16 +323,16 @@ class TorchEngine(Engine):
     def share_overflow(self, parameters: list[nn.Parameter], scale: float) -> None:
         """Make the gradients of this process infinite if one of another process is not finite."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held = [each.coalesce().values() if each.is_sparse else local_part(each) for each in gradients]
-        overflow = not all(bool(each.isfinite().all()) for each in held)
+        held = [grad.coalesce().values() if grad.is_sparse else local_part(grad) for grad in gradients]
+        overflow = not all(bool(numbers.isfinite().all()) for numbers in held)
 
         def ask() -> torch.Tensor:
             agree(self.group, "step(x, y, scaler)", f"scale {scale:g}")
             return gathered(torch.tensor([overflow]), self.group)
 
         if self.attend(ask, "step(x, y, scaler)").any() and not overflow:
-            for each in gradients:
-                each.mul_(torch.inf)  # infinite, or NaN where it was 0
+            for gradient in gradients:
+                gradient.mul_(torch.inf)  # infinite, or NaN where it was 0
 
     def _holder(self, stage: int) -> int:
         return self.plan.replicas[stage][0]
@@ -341,7 +341,7 @@ class TorchEngine(Engine):
         """Return the norm of all processes' gradients, from each gradient's own, as PyTorch does for one process."""
         group = self.group
         agree(group, "clip_grad_norm_()", f"max_norm {max_norm!r}; norm_type {norm_type!r}")
-        every = [(stage, each) for stage, module in enumerate(self.stages.modules) for each in module.parameters()]
+        every = [(stage, held) for stage, module in enumerate(self.stages.modules) for held in module.parameters()]
         # A replicated stage has the same gradients on all its ranks, and a parameter may be of several stages: each
         # counts once.
         firsts = {id(parameter): index for index, (_, parameter) in reversed(list(enumerate(every)))}
@@ -482,8 +482,8 @@ def _broadcast(
 def _describe_buffers(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, bool]], dict[str, Any]]:
     """Return each buffer's shape, type and whether it is persistent; and the extra state of the module's parts."""
     state = module.state_dict(keep_vars=True)
-    buffers = {name: (tuple(each.shape), each.dtype, name in state) for name, each in module.named_buffers()}
-    extra = {name: each for name, each in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+    buffers = {name: (tuple(buffer.shape), buffer.dtype, name in state) for name, buffer in module.named_buffers()}
+    extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
     return buffers, map_tensors(lambda tensor: tensor.detach().cpu(), extra)
 
 

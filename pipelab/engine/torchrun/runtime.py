@@ -154,9 +154,9 @@ def lowered(
         }
     runtime.pipeline_order_with_comms = {rank: _order(plan, rank, found, routes)}
     runtime._initialize_stages = lambda *_, **__: None  # noqa: SLF001 - it would run stages to learn shapes
-    runtime.register_custom_function(kinds.REDUCE_GRAD, lambda each, _: held[each.stage_index].perform_reduce_grad())
-    runtime.register_custom_function(kinds.UNSHARD, lambda each, _: held[each.stage_index].unshard())
-    runtime.register_custom_function(kinds.RESHARD, lambda each, _: held[each.stage_index].reshard())
+    runtime.register_custom_function(kinds.REDUCE_GRAD, lambda word, _: held[word.stage_index].perform_reduce_grad())
+    runtime.register_custom_function(kinds.UNSHARD, lambda word, _: held[word.stage_index].unshard())
+    runtime.register_custom_function(kinds.RESHARD, lambda word, _: held[word.stage_index].reshard())
     for name in ("fwd_recv_ops", "bwd_recv_ops"):
         if not hasattr(runtime, name):  # then it would not wait for values by these
             raise missing(f"{SCHEDULES}._PipelineScheduleRuntime().{name}")

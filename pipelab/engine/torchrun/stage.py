@@ -119,19 +119,19 @@ class ProcessStage:
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
         self.sent: list[tuple[int, torch.Tensor, int]] = []
-        self.left = sum(each.stage == self.runner.index and each.kind == "B" for each in step.mine.actions)
+        self.left = sum(action.stage == self.runner.index and action.kind == "B" for action in step.mine.actions)
         step.mine.kept[self.runner.index] = {}
-        for each in self._sharded if self._planned else ():
-            each.set_reshard_after_forward(False, recurse=False)  # the plan says when
+        for part in self._sharded if self._planned else ():
+            part.set_reshard_after_forward(False, recurse=False)  # the plan says when
 
     def end(self) -> None:
         """Forget the step and its values."""
         del self.step
-        for each in self._sharded:
-            each.reshard()  # PyTorch leaves that to the next backward
+        for part in self._sharded:
+            part.reshard()  # PyTorch leaves that to the next backward
             if self._planned:
-                each.set_reshard_after_forward(True, recurse=False)
-                each.set_reshard_after_backward(True, recurse=False)
+                part.set_reshard_after_forward(True, recurse=False)
+                part.set_reshard_after_backward(True, recurse=False)
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
         self.presence.clear()
@@ -185,11 +185,11 @@ class ProcessStage:
                 self.gradients.pop(microbatch), lambda found: meta.gradients(found, self.presence.take(microbatch))
             )
         self.left -= full_backward
-        for each in self._sharded:
+        for part in self._sharded:
             # As PyTorch's PipelineStage: weights stay whole between backwards; the last one reduces the sum of all.
-            each.set_is_last_backward(not self.left)
-            each.set_reshard_after_backward(not self.left and not self._planned)
-            each.set_requires_gradient_sync(not self.left)
+            part.set_is_last_backward(not self.left)
+            part.set_reshard_after_backward(not self.left and not self._planned)
+            part.set_requires_gradient_sync(not self.left)
         self._gathered()
         kind, act = (B, self.runner.backward) if full_backward else (I, self.runner.backward_input)
         self.back[microbatch] = self._run(kind(microbatch, self.runner.index), act, gradients)
@@ -202,7 +202,7 @@ class ProcessStage:
     def unshard(self) -> None:
         """Begin to gather the stage's weights. They are there at the latest when an action has waited for them."""
         began = self.step.mine.stream.mark()
-        self._gathering = [each.unshard(async_op=True) for each in self._sharded]
+        self._gathering = [part.unshard(async_op=True) for part in self._sharded]
         self._moved = [began, self.step.mine.stream.mark()]
         self.step.mine.moves.append(self._moved)
 
@@ -217,8 +217,8 @@ class ProcessStage:
         """Free the stage's gathered weights."""
         self._gathered()
         began = self.step.mine.stream.mark()
-        for each in self._sharded:
-            each.reshard()
+        for part in self._sharded:
+            part.reshard()
         self.step.mine.moves.append([began, self.step.mine.stream.mark()])
 
     def perform_reduce_grad(self) -> None:

@@ -153,7 +153,7 @@ def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
             require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
     last, loss = plan.replicas[plan.stages - 1], settings.loss_fn
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    name = next((name for name, each in named if each.requires_grad), "")
+    name = next((name for name, parameter in named if parameter.requires_grad), "")
     if name and len(last) > 1:
         raise EngineError(
             f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
@@ -240,8 +240,8 @@ def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
         if _opened:  # it has the timeout of an earlier pipeline
             store.set_timeout(limit + timedelta(seconds=_CONNECTING_SECONDS))
         stores = [store, store.clone(), store.clone()]
-        for each in stores if _opened else ():
-            each.set_timeout(limit)
+        for connection in stores if _opened else ():
+            connection.set_timeout(limit)
         return stores
 
     thread = communication_thread("pipelab-connect", threads=1)
@@ -318,7 +318,7 @@ def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
         >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])
         ('nccl', 'gloo')
     """
-    gpus = [each["gpu"] for each in everyone]
+    gpus = [process["gpu"] for process in everyone]
     if all(gpus) and len(set(gpus)) == len(gpus):
         return "nccl"
     if any(gpus):
@@ -381,7 +381,7 @@ def describe_plan(plan: Plan) -> list[str]:
     sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
     sizes += ", all-reduces beside" * plan.bound.beside
     rows = enumerate(plan.rows)
-    return [sizes, *(f"{each} at position {at} of row {rank}" for rank, row in rows for at, each in enumerate(row))]
+    return [sizes, *(f"{item} at position {at} of row {rank}" for rank, row in rows for at, item in enumerate(row))]
 
 
 def describe_model(modules: Sequence[nn.Module]) -> list[str]:

@@ -625,42 +625,30 @@ def test_without_a_placement_a_swap_is_right_where_nobody_else_runs_it():
     assert "F(2, 1), in text 1F2, is right on rank 1" in fault.hint
 
 
-# All-reduces
+# All-reduces, and what else a plan may hold or lack
 
 
-def test_an_all_reduce_after_its_last_gradient_is_right():
-    assert check(Plan.parse(["0F0 0F1 0B0 0B1 0R"])) == []
-
-
-@pytest.mark.parametrize("row", ["0R 0F0 0B0", "0F0 0R 0B0", "0F0 0I0 0R 0W0", "0F0 0B0 0R 0F1 0B1"])
-def test_an_all_reduce_before_its_last_gradient_is_unordered(row):
-    assert codes(Plan.parse([row])) == ["unordered"]
-
-
-def test_an_all_reduce_that_one_rank_of_the_group_leaves_out_is_missing():
-    plan = Plan.parse(["0F0 0B0 0R", "0F1 0B1"])
-    assert_refused(plan, "missing")
-    (fault,) = check(plan)
-    assert fault.rank == 1
-    assert "0R" in fault.message
-
-
-def test_an_all_reduce_on_a_rank_without_the_stage_is_on_the_wrong_rank():
-    (fault,) = check(Plan.parse(["0F0 0B0", "1F0 1B0 0R 1R"]))
-    assert (fault.code, fault.rank, fault.position) == ("wrong-rank", 1, 2)
-
-
-def test_an_all_reduce_twice_on_a_rank_is_a_duplicate():
-    assert codes(Plan.parse(["0F0 0B0 0R 0R"])) == ["duplicate"]
-    assert codes(Plan.parse(["0F0 0B0 0R 0R", "0F1 0B1 0R"])) == ["duplicate"]
-
-
-# What else a plan may hold, or lack
-
-
-def test_a_backward_beside_its_halves_is_a_duplicate():
-    assert codes(Plan.parse(["0F0 0B0 0I0 0W0"])) == ["duplicate"]
-    assert codes(Plan.parse(["0F0 0B0 0W0"])) == ["duplicate"]
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ("0F0 0F1 0B0 0B1 0R", []),
+        ("0R 0F0 0B0", [("unordered", 0, 0)]),
+        ("0F0 0R 0B0", [("unordered", 0, 1)]),
+        ("0F0 0I0 0R 0W0", [("unordered", 0, 2)]),
+        ("0F0 0B0 0R 0F1 0B1", [("unordered", 0, 2)]),
+        ("0F0 0B0 0R; 0F1 0B1", [("missing", 1, None)]),
+        ("0F0 0B0; 1F0 1B0 0R 1R", [("wrong-rank", 1, 2)]),
+        ("0F0 0B0 0R 0R", [("duplicate", 0, 3)]),
+        ("0F0 0B0 0R 0R; 0F1 0B1 0R", [("duplicate", 0, 3)]),
+        ("0F0 0B0 0I0 0W0", [("duplicate", 0, 2)]),
+        ("0F0 0B0 0W0", [("duplicate", 0, 2)]),
+    ],
+)
+def test_a_plan_has_one_fault_and_its_place(rows, found):
+    plan = Plan.parse(rows)
+    assert [(fault.code, fault.rank, fault.position) for fault in check(plan)] == found
+    for code, *_ in found:
+        assert_refused(plan, code)
 
 
 @pytest.mark.parametrize(
@@ -749,51 +737,47 @@ def test_a_schedule_is_checked_as_its_plan_is():
     assert codes(NoBackward(2, 2)) == ["missing", "missing"]
 
 
-@pytest.mark.parametrize("thing", [None, "1f1b", [[F(0), B(0)]], 3])
-def test_anything_but_a_plan_or_a_schedule_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="expected a plan or a schedule"):
+class Forgot:
+    """Has no base class."""
+
+    def actions(self, rank):
+        return [F(0), B(0)]
+
+
+@pytest.mark.parametrize(
+    ("thing", "told"),
+    [
+        (None, "got None$"),
+        ("1f1b", r"make a schedule with pipelab\.schedules\['1f1b'\]\(ranks=4, microbatches=8\)$"),
+        (3, "got 3$"),
+        ([[F(0), B(0)], [F(0), B(0)]], r"make a plan with Plan\(rows\)$"),
+        (Forgot(), r": write class Forgot\(pipelab\.Schedule\)$"),
+        (pipelab.GPipe, r"make a schedule with GPipe\(ranks=4, microbatches=8\)"),
+        ("0F0 0B0; 1F0 1B0", r"make a plan with Plan\.parse\('0F0 0B0; 1F0 1B0'\)"),
+    ],
+)
+def test_anything_but_a_plan_or_a_schedule_is_a_type_error_that_says_what_to_make(thing, told):
+    with pytest.raises(TypeError, match=f"expected a plan or a schedule.*{told}"):
         check(thing)
-
-
-def test_rows_by_themselves_are_told_to_be_a_plan():
-    with pytest.raises(TypeError, match=r"make a plan with Plan\(rows\)$"):
-        check([[F(0), B(0)], [F(0), B(0)]])
-
-
-def test_a_class_without_its_base_is_told_to_have_it():
-    class Forgot:
-        def actions(self, rank):
-            return [F(0), B(0)]
-
-    with pytest.raises(TypeError, match=r": write class Forgot\(pipelab\.Schedule\)$"):
-        check(Forgot())
-
-
-def test_a_schedules_class_is_told_to_be_made():
-    with pytest.raises(TypeError, match=r"make a schedule with GPipe\(ranks=4, microbatches=8\)"):
-        check(pipelab.GPipe)
 
 
 # Endless rows
 
 
-def test_an_endless_generator_is_cut_off():
-    def forever():
-        while True:
-            yield F(0)
+def forever():
+    while True:
+        yield F(0)
 
+
+def test_an_endless_generator_is_cut_off():
     (fault,) = [fault for fault in check(Plan([forever()], 1, 2)) if fault.code == "endless"]
     assert (fault.rank, fault.position) == (0, 8 * 1 * 2 + 64)
     assert "more than 80 actions, where 4 per stage are enough" in fault.message
 
 
-def test_an_endless_generator_is_cut_off_even_where_no_size_was_given():
-    def forever():
-        while True:
-            yield F(0)
-
-    assert "endless" in codes(Plan([forever()]))
-    assert "endless" in codes(Plan([(F(m) for m in count())]))
+@pytest.mark.parametrize("row", [forever(), (F(m) for m in count())])
+def test_an_endless_generator_is_cut_off_even_where_no_size_was_given(row):
+    assert "endless" in codes(Plan([row]))
 
 
 def test_a_row_as_long_as_it_may_be_is_not_endless():
@@ -852,8 +836,3 @@ def test_what_check_returns_is_a_list_that_explains_itself():
     assert "&lt;mine&gt;" in wrong._repr_html_()
     assert "<b>" not in wrong._repr_html_()
     assert str(check(pipelab.DualPipe(3, 2))).startswith("1 fault in DualPipe(ranks=3, microbatches=2)")
-
-
-def test_a_plans_text_is_told_to_parse():
-    with pytest.raises(TypeError, match=r"make a plan with Plan\.parse\('0F0 0B0; 1F0 1B0'\)"):
-        check("0F0 0B0; 1F0 1B0")

@@ -256,28 +256,26 @@ def _how_to_make(other: object) -> str:
 
 def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find actions that come before an action of the same rank that they need; return also their codes."""
-    codes = bound.codes
     faults: list[Fault] = []
     excused: set[int] = set()
     for rank, row in enumerate(bound.rows):
-        index_of = bound.index_of(rank)
-        late = _late_gradients(codes, row) if bound.reduces else {}
-        found: list[tuple[int, int, int, int]] = []
-        for index, code in enumerate(row):
-            if code in late:
-                giver = late[code]
-                found.append((index, giver, codes.all_needs(code)[codes.microbatch[giver]], index_of[giver]))
-                excused.add(code)
-                continue
-            givers = ((value, other) for value in codes.needs(code) for other in codes.givers(value))
-            later = next((each for each in givers if index_of.get(each[1], -1) > index), None)
-            if later is not None:
-                value, other = later
-                found.append((index, other, value, index_of[other]))
-                excused.add(code)
+        early = list(_too_early(bound, rank))
+        excused |= {row[index] for index, *_ in early}
         write = as_yielded(bound, rank)
-        faults += [_unordered_fault(bound, rank, *each, write) for each in found]
+        faults += [_unordered_fault(bound, rank, *each, write) for each in early]
     return faults, excused
+
+
+def _too_early(bound: BoundPlan, rank: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the index of each action that comes too early, what it needs (action and value), and the action's index."""
+    codes, row, index_of = bound.codes, bound.rows[rank], bound.index_of(rank)
+    late = _late_gradients(codes, row) if bound.reduces else {}
+    for index, code in enumerate(row):
+        if code in late:
+            yield index, late[code], codes.all_needs(code)[codes.microbatch[late[code]]], index_of[late[code]]
+        givers = ((giver, value) for value in codes.needs(code) for giver in codes.givers(value))
+        later = ((*each, index_of[each[0]]) for each in givers if index_of.get(each[0], -1) > index)
+        yield from ((index, *each) for each in islice(later, 1))
 
 
 def _late_gradients(codes: Codes, row: Sequence[int]) -> dict[int, int]:

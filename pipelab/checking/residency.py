@@ -21,7 +21,7 @@ def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -
     most = len(moves) or 1 if gather_cap is None else gather_cap
     caps = require_caps(most, len(bound.lists), "gather_cap")
     sharded = {move.action.stage for move in moves if move.action.microbatch is None}
-    ranks = range(len(bound.lists)) if sharded else dict.fromkeys(move.rank for move in moves)
+    ranks = range(len(bound.lists) if moves else 0)
     return [fault for rank in ranks for fault in _of_rank(bound, rank, sharded, caps[rank])]
 
 

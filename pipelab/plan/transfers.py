@@ -129,22 +129,27 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
         ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
     crossings = crossings_of(bound)
-    needed = inbound(crossings)
     plain = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
-    if order in ("pytorch", "deferred"):
-        rows = _as_early_as_sent(bound, crossings, needed, plain)
-    else:
-        rows = [list(_at_use(bound, crossings, needed, row)) for row in plain]
+    rows = _with_transfers(bound, order, crossings, plain)
     if order == "by-time":
         place = {value: at for at, value in enumerate(by_time)}
         rows = [_reordered(bound, row, place) for row in rows]
     if runtime is not None and runtime.waits:
         rows = [_with_waits(bound, row) for row in rows]
     if order == "deferred":
-        rows = [_deferred(crossings, needed, row) for row in rows]
+        rows = [_deferred(crossings, row) for row in rows]
     if runtime is not None and runtime.outstanding is not None:
         rows = _within(Lowering(bound, crossings, rows, order), runtime.outstanding)
     return Lowering(bound, crossings, rows, order, by_time)
+
+
+def _with_transfers(
+    bound: BoundPlan, order: Order, crossings: Mapping[int, Crossing], plain: Sequence[Sequence[Step]]
+) -> list[list[Step]]:
+    needed = inbound(crossings)
+    if order in ("pytorch", "deferred"):
+        return _as_early_as_sent(bound, crossings, needed, plain)
+    return [list(_at_use(bound, crossings, needed, row)) for row in plain]
 
 
 def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
@@ -290,12 +295,12 @@ def _at_use(
         yield from (("SEND", (value,)) for value in _gives(bound, item, crossings))
 
 
-def _deferred(crossings: Mapping[int, Crossing], needed: Mapping[int, int], row: Sequence[Step]) -> list[Step]:
+def _deferred(crossings: Mapping[int, Crossing], row: Sequence[Step]) -> list[Step]:
     """Put off receives as PyTorch's `_defer_recv_ops` does (`defer_pp_recv`, from 2.13 on).
 
     Each goes right before the item that needs it; but what comes from a higher rank, before the next send to that rank.
     """
-    put_off: dict[int, None] = {}
+    needed, put_off = inbound(crossings), dict[int, None]()
     steps: list[Step] = []
     for step in row:
         word, numbers = step
@@ -367,25 +372,24 @@ def _within(low: Lowering, outstanding: int) -> list[list[Step]]:
             elif word in ("run", *_TRANSFERS):
                 after[step] += follower + ([("RECV", numbers)] if word == "SEND" else [])
                 follower = [step]
-    rows: list[list[Step]] = []
-    for row in low.rows:
-        steps: list[Step] = []
-        pending: dict[int, None] = {}
-        for step in row:
-            word, numbers = step
-            if word == "WAIT_SEND" and numbers[0] not in pending:
-                continue
-            if word == "WAIT_SEND":
-                del pending[numbers[0]]
-            elif word == "SEND":
-                while len(pending) >= outstanding:
-                    value = _ended_first(low, after, list(pending), step)
-                    del pending[value]
-                    steps.append(("WAIT_SEND", (value,)))
-                pending[numbers[0]] = None
-            steps.append(step)
-        rows.append(steps)
-    return rows
+    return [list(_row_within(low, row, outstanding, after)) for row in low.rows]
+
+
+def _row_within(low: Lowering, row: Sequence[Step], outstanding: int, after: dict[Step, list[Step]]) -> Iterator[Step]:
+    """Yield a row with a wait before each send that would be one too many, and without the waits that are then over."""
+    pending: dict[int, None] = {}
+    for step in row:
+        word, numbers = step
+        while word == "SEND" and len(pending) >= outstanding:
+            value = _ended_first(low, after, list(pending), step)
+            del pending[value]
+            yield "WAIT_SEND", (value,)
+        if word == "SEND":
+            pending[numbers[0]] = None
+        if word != "WAIT_SEND" or numbers[0] in pending:
+            yield step
+        if word == "WAIT_SEND":
+            pending.pop(numbers[0], None)
 
 
 def _ended_first(low: Lowering, after: dict[Step, list[Step]], pending: list[int], send: Step) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipelab.display import show
 from pipelab.plan.actions import Action
-from pipelab.trace.waits import Waits, before_slot
+from pipelab.trace.waits import Wait, Waits, before_slot
 
 if TYPE_CHECKING:
     from pipelab.table import Table
@@ -80,43 +81,50 @@ def idle_times(trace: Trace) -> tuple[Idle, ...]:
 
 def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
     """Yield the idle times of one rank."""
-    action, computes = trace.plan.bound.codes.action, trace.plan.bound.computes
-    row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
     free = trace.start
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    for index, (start, end) in enumerate(zip(trace.starts[rank], trace.ends[rank], strict=True)):
         if start > free:
-            begun, every = free, found.needs(rank, index)
-            needs = [need for need in every if computes(need.giver)]
-            moves = [need for need in every if need not in needs]
-            reduces = trace.plan.bound.codes.collective[row[index]]
-            parts: list[tuple[Reason, float]]
-            if before_slot(trace, rank, index) < 0:
-                parts = [("fill", start)]
-            elif reduces:
-                parts = [("all-reduce", max((need.there for need in needs), default=free))]
-            else:
-                moved = [need.transfer.start for need in needs if need.transfer]
-                parts = [
-                    ("dependency", max((need.ended for need in needs), default=free)),
-                    ("behind another transfer", max(moved, default=free)),
-                    ("transfer", max((need.there for need in needs), default=free)),
-                ]
-            if not reduces:
-                parts.append(("channel", max((need.there for need in moves), default=free)))
-            for reason, until in (*parts, ("order", start)):
-                if (until := min(until, start)) > free:
-                    causes = {"channel": moves, "fill": every}.get(reason, needs)
-                    last = max(causes, key=lambda need: need.there, default=None)
-                    giver = action(last.giver) if last is not None and last.there > begun else None
-                    yield Idle(rank, free, until, reason, action(row[index]), giver)
-                    free = until
+            yield from _before(trace, found, rank, index, free)
         free = max(free, end)
     for reduce in [move for move in trace.moves if move.rank == rank and move.action.traits.computes][-1:]:
         if reduce.end > free:
             yield Idle(rank, free, reduce.end, "all-reduce", reduce.action)
             free = reduce.end
     if trace.end > free:
-        yield Idle(rank, free, trace.end, "drain" if row else "fill")
+        yield Idle(rank, free, trace.end, "drain" if trace.starts[rank] else "fill")
+
+
+def _before(trace: Trace, found: Waits, rank: int, index: int, free: float) -> Iterator[Idle]:
+    """Yield the idle times before an action, from when its rank was free: each reason lasts until its time."""
+    action, start = trace.plan.bound.codes.action, trace.starts[rank][index]
+    needer, begun = action(trace.plan.bound.rows[rank][index]), free
+    for reason, time, causes in _reasons(trace, found, rank, index):
+        until = min(time, start)
+        if until > free:
+            last = max(causes, key=lambda need: need.there, default=None)
+            giver = action(last.giver) if last is not None and last.there > begun else None
+            yield Idle(rank, free, until, reason, needer, giver)
+            free = until
+
+
+def _reasons(trace: Trace, found: Waits, rank: int, index: int) -> list[tuple[Reason, float, list[Wait]]]:
+    """Return why an action may have waited, in order: until when, and for what."""
+    bound, start, every = trace.plan.bound, trace.starts[rank][index], found.needs(rank, index)
+    values = [need for need in every if bound.computes(need.giver)]
+    moves = [need for need in every if not bound.computes(need.giver)]
+    there = max((need.there for need in values), default=-inf)
+    if before_slot(trace, rank, index) < 0:
+        return [("fill", start, every)]
+    if bound.codes.collective[bound.rows[rank][index]]:
+        return [("all-reduce", there, values), ("order", start, values)]
+    left = [need.transfer.start for need in values if need.transfer]
+    return [
+        ("dependency", max((need.ended for need in values), default=-inf), values),
+        ("behind another transfer", max(left, default=-inf), values),
+        ("transfer", there, values),
+        ("channel", max((need.there for need in moves), default=-inf), moves),
+        ("order", start, values),
+    ]
 
 
 @dataclass(frozen=True)

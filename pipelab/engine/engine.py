@@ -105,11 +105,11 @@ class Engine(ABC):
 class Assembly:
     """What a pipeline hands to `verify` and to `memory`."""
 
-    plan: Plan  # its plan
-    stages: Stages  # the model's stages
-    engine: Engine  # what runs them
-    cut: Cut  # how a batch is cut into micro-batches
-    loss_fn: Callable[[Any, Any], torch.Tensor]  # the loss of a micro-batch
+    plan: Plan
+    stages: Stages
+    engine: Engine
+    cut: Cut
+    loss_fn: Callable[[Any, Any], torch.Tensor]
     reduction: Reduction  # how micro-batches' losses are weighed
     run: Callable[..., tuple[StepState, Loss]]  # runs one step on a batch; with `only`, no other sequence's loss counts
     caller: Callable[[], CallerContext]  # returns the caller's settings

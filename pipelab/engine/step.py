@@ -30,9 +30,9 @@ Act = Callable[[int, Any, dict[int, Any], Any], Any]
 class RankState:
     """How far one rank is in a step."""
 
-    rank: int  # which rank
+    rank: int
     actions: Sequence[Action]  # the rank's actions, in order; of an evaluation, the forwards
-    stream: RankStream  # the rank's stream
+    stream: RankStream
     kept: dict[int, dict[int, Any]]  # per stage, what forwards store for their backwards
     begun: list[Any] = field(default_factory=list)  # the clock at the start of each action
     ended: list[Any] = field(default_factory=list)  # the clock at the end of each action
@@ -46,7 +46,7 @@ class StepState:
     """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind."""
 
     inputs: list[Any]  # the batch, per micro-batch
-    loss: Loss | None  # the loss; `None` for an evaluation
+    loss: Loss | None  # `None` for an evaluation
     watch_nan: bool  # whether to look for NaN and infinity after every action
     caller: CallerContext  # the caller's autocast and hooks on saved tensors, which the workers apply too
     ranks: Sequence[RankState] = ()  # the ranks that run in this process
@@ -55,7 +55,7 @@ class StepState:
     clocks: Sequence[StepClock] = ()  # per rank, the clock that converts its readings into times
     travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
     note: str = ""  # a remark for readers of the trace
-    joined: Callable[[list[Any]], Any] = join  # joins the outputs of the micro-batches
+    joined: Callable[[list[Any]], Any] = join
 
     def __post_init__(self) -> None:
         self.outputs = [None] * len(self.inputs)

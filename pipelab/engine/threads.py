@@ -321,11 +321,11 @@ Watch = Callable[[int, Stage, Action, dict[int, Any], Any], None]
 class Instruction:
     """What a worker does for one action."""
 
-    action: Action  # the action
-    forward: bool  # whether it is a forward
+    action: Action
+    forward: bool
     microbatch: int  # which micro-batch; -1 for an all-reduce
-    stage: Stage  # the stage that runs
-    act: Act  # what is done
+    stage: Stage
+    act: Act
     needs: int | None = None  # the value it starts from; `None` for the batch's rows, the loss, or what was kept
     receives: bool = False  # whether another rank gives that value
     gives: int | None = None  # the value it computes, by number; `None` if it is not needed

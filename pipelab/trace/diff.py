@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import fsum
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -271,7 +272,19 @@ class _Effects:
         self.beside = beside
         self.by_part: dict[Part, list[float]] = {part: [0.0] * size for part in PARTS}
 
-    def add_order(self, path: Path, times: Times, weight: float) -> None:
+    def add(self, orders: Sequence[Order]) -> None:
+        """Add what the way from the first order's times to the second's changes, and what the orders do."""
+        old, new = (order.times for order in orders)
+        same = (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows)
+        different = orders[:1] if same else orders
+        for order in different:
+            for path, share in passed(order, old, new):
+                self._add_changes(path, old, new, share / len(different))
+        if not same:
+            for times, (order, weight) in product((old, new), zip(orders, (-0.5, 0.5), strict=True)):
+                self._add_order(order.path(times), times, weight)
+
+    def _add_order(self, path: Path, times: Times, weight: float) -> None:
         """Add what a path's actions take, all of it because of the order."""
         order = self.by_part["order"]
         for action in path.actions:
@@ -279,7 +292,7 @@ class _Effects:
         for travel, action in path.travels:
             order[action] += weight * times.lags[travel]
 
-    def add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
+    def _add_changes(self, path: Path, before: Times, after: Times, weight: float) -> None:
         """Add what changes on a path from some times to others."""
         durations, transfers, late_starts, _, moves = self.by_part.values()
         for action in path.actions:
@@ -296,30 +309,29 @@ def _seen(trace: Trace, ran: Ran) -> tuple[float, float, int]:
     return ran.start - trace.start, ran.end - ran.start, ran.rank
 
 
+def _blame_the_order(orders: Sequence[Order], alone: Sequence[int]) -> None:
+    """Let what is in one order only, a move or a transfer, take as long with the other trace's times."""
+    old, new = (order.times for order in orders)
+    travels = orders[0].travels.keys() ^ orders[1].travels.keys()
+    for mine, theirs, where in (
+        (old.durations, new.durations, alone),
+        (old.lates, new.lates, alone),
+        (old.lags, new.lags, travels),
+    ):
+        for at in where:
+            mine[at] = theirs[at] = mine[at] + theirs[at]
+
+
 def _changes(before: Trace, after: Trace) -> list[Change]:
     """Return what became of each action, the largest effect first."""
     first, second = listed(before), listed(after)
     number = {name: at for at, name in enumerate(second | first)}
     orders = [Order(each, number) for each in (before, after)]
-    old, new = (each.times for each in orders)
-    # What is in one order only, a move or a transfer, takes as long in the other trace: the order is to blame.
-    alone = [(number[name], old.durations, new.durations) for name in first.keys() ^ second.keys()]
-    alone += [(at, old.lates, new.lates) for at, *_ in alone]
-    alone += [(travel, old.lags, new.lags) for travel in orders[0].travels.keys() ^ orders[1].travels.keys()]
-    for at, mine, theirs in alone:
-        mine[at] = theirs[at] = mine[at] + theirs[at]
+    _blame_the_order(orders, [number[name] for name in first.keys() ^ second.keys()])
     plans = (before.plan.bound, first), (after.plan.bound, second)
     beside = {number[name] for bound, ran in plans for name, each in ran.items() if not bound.computes(each.code)}
     effects = _Effects(len(number), beside)
-    if (orders[0].turns, orders[0].network.follows) == (orders[1].turns, orders[1].network.follows):
-        orders.pop()
-    for order in orders:
-        for path, share in passed(order, old, new):
-            effects.add_changes(path, old, new, share / len(orders))
-    if len(orders) == 2:
-        for times in (old, new):
-            for order, sign in zip(orders, (-1, 1), strict=True):
-                effects.add_order(order.path(times), times, sign / 2)
+    effects.add(orders)
     changes: list[Change] = []
     for name, at in number.items():
         begun, took, rank = _seen(after, second[name]) if name in second else _seen(before, first[name])

@@ -191,6 +191,13 @@ def test_a_value_that_travels_in_one_order_only_is_due_to_the_order():
     assert pipelab.diff(before, after).parts == {"order": -2}
 
 
+def test_slices_are_compared_with_whole_sequences():
+    whole, sliced = (
+        pipelab.simulate(kind(2, 4), Cost(latency=1)) for kind in (pipelab.Interleaved1F1B, pipelab.SlimPipe)
+    )
+    assert_sums(pipelab.diff(whole, sliced))
+
+
 def test_what_runs_beside_computing_is_compared_too():
     schedule = pipelab.LoopedBFS(2, 4)
     beside, in_row = (

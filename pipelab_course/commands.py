@@ -24,14 +24,14 @@ from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import SaveTable, grouped, whole_numbers
 from pipelab.cli.printing import TABLE, WORDS, echo, folded, require_writable, say, show, wrote
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.errors import PipelabError, UsageError
 from pipelab.simulation.clock import simulate
+from pipelab.table import Column, Table
 from pipelab_course import hybrid as hybrids
 from pipelab_course import report as claims
 from pipelab_course.grading.tasks import HOMEWORKS, start_homework, variant
 
-Row = TypeVar("Row", bound=Mapping[str, Any])
+Row = TypeVar("Row")
 
 Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
 Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]

@@ -28,9 +28,9 @@ from torch.nn.functional import mse_loss as mse
 
 from pipelab.catalogue import OneFOneB
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.schedule import Schedule, replicate
+from pipelab.table import Column, Table
 from pipelab_course.hybrid import Hybrid, same_work
 from pipelab_course.ring.codecs import codec_of
 from pipelab_course.ring.ring import RingResult, ring_all_reduce

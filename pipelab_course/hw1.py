@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
+from operator import itemgetter
 from statistics import median, quantiles, stdev
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 
 from pipelab.cli.believing import LEGEND, believable, quoted
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError
+from pipelab.table import Column, Table
 from pipelab_course.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
 
 Row = Mapping[str, Any]
@@ -78,34 +79,37 @@ def runs(
     if steps < DROPPED + 2:
         raise UsageError(f"steps={steps}: {DROPPED} are dropped, and 2 must be left; the homework asks for 30 or more")
     counts = sorted({1, *processes})
-    most = counts[-1]
-    for rows in _BATCHES if experiment == "batch" else (batch,):
-        if odd := [count for count in counts if rows % count]:
-            raise UsageError(
-                f"a batch of {rows} cannot be shared equally by {odd[0]} processes: DDP averages their gradients, "
-                "which is right for equal shares only"
-            )
-    gpus = torch.cuda.device_count() >= most
+    _require_shares(_BATCHES if experiment == "batch" else (batch,), counts)
+    gpus = torch.cuda.device_count() >= counts[-1]
     planned: list[Run] = []
     for model in dict.fromkeys(models):
         width, depth = shape_of(model)
         if not gpus:
             _require_memory(model, counts)
-        job = Job(most, width, depth, batch, steps, seed, threads, gpus=gpus)
-        scaling = [Run(f"{model}, DDP", model, replace(job, processes=count)) for count in counts]
-        if experiment is None:
-            alone = replace(job, processes=1, data_parallel=True)
-            planned += [*scaling, Run(f"{model}, DataParallel", model, alone)]
-        elif experiment == "delay":
-            label = f"{model}, DDP + {_DELAY_MS:g} ms"
-            slow = [Run(label, model, replace(run.job, delay_ms=_DELAY_MS)) for run in scaling]
-            planned += [*scaling, *slow]
-        elif experiment == "batch":
-            planned += [Run(f"{model}, DDP", model, replace(job, batch=rows)) for rows in _BATCHES]
-        else:
-            late = replace(job, delay_ms=_STRAGGLER_MS, delayed=0)
-            planned += [scaling[-1], Run(f"{model}, rank 0 + {_STRAGGLER_MS:g} ms", model, late)]
+        job = Job(counts[-1], width, depth, batch, steps, seed, threads, gpus=gpus)
+        planned += [Run(f"{model}, {label}", model, each) for label, each in _jobs(experiment, job, counts)]
     return planned
+
+
+def _jobs(experiment: str | None, job: Job, counts: Sequence[int]) -> list[tuple[str, Job]]:
+    """Return the jobs that an experiment makes of a model's largest one, each with a label."""
+    scaling = [("DDP", replace(job, processes=count)) for count in counts]
+    if experiment is None:
+        return [*scaling, ("DataParallel", replace(job, processes=1, data_parallel=True))]
+    if experiment == "delay":
+        return scaling + [(f"DDP + {_DELAY_MS:g} ms", replace(each, delay_ms=_DELAY_MS)) for _, each in scaling]
+    if experiment == "batch":
+        return [("DDP", replace(job, batch=rows)) for rows in _BATCHES]
+    return [scaling[-1], (f"rank 0 + {_STRAGGLER_MS:g} ms", replace(job, delay_ms=_STRAGGLER_MS, delayed=0))]
+
+
+def _require_shares(batches: Sequence[int], counts: Sequence[int]) -> None:
+    for rows, count in product(batches, counts):
+        if rows % count:
+            raise UsageError(
+                f"a batch of {rows} cannot be shared equally by {count} processes: DDP averages their gradients, "
+                "which is right for equal shares only"
+            )
 
 
 def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dict[str, Any]]:
@@ -152,47 +156,47 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     """
     rows = _judged(rows)
     fits = {row["run"]: fit for row in rows if (fit := _fit(rows, row["run"]))}
-    shown = [
-        {
-            **row,
-            "amdahl": fits[row["run"]].speed_up(row["processes"]) if row["run"] in fits else None,
-            "ideal": row["processes"] if row["run"] in fits else None,
-        }
-        for row in rows
-    ]
-    scaling, by_batch = experiment in (None, "delay"), experiment == "batch"
-    columns = [
-        Column("run"),
-        Column("processes"),
-        *([Column("batch")] if by_batch else []),
-        Column("step_ms", "time of a step, ms", wording.number),
-        Column("predicted_step_ms", "predicted, ms", wording.number),
-        Column("p10_ms", "p10", wording.number),
-        Column("p90_ms", "p90", wording.number),
-        Column("stdev_ms", "stdev", wording.number),
-        *([Column("speed_up", "speed-up", "{:.2f}".format)] if scaling else []),
-        *([Column("efficiency", show=wording.percent)] if scaling else []),
-        *([Column("rows_per_s", "rows per second", lambda value: wording.number(round(value)))] if by_batch else []),
-        Column("communication", "all-reduce", wording.percent),
-        Column("utilisation", "utilisation of each", wording.percents),
-        *([Column("rank_ms", "each rank's step, ms", _each_ms)] if experiment == "straggler" else []),
-        Column("memory_mb", "MB, each", lambda value: wording.number(round(value))),
-    ]
-    columns = [column for column in columns if any(row[column.key] is not None for row in shown)]
+    shown = [row | _by_law(fits.get(row["run"]), row["processes"]) for row in rows]
+    of_experiment = [column for column, experiments in _COLUMNS if experiment in experiments]
+    columns = [column for column in of_experiment if any(row[column.key] is not None for row in shown)]
+    axes: tuple[str, Sequence[str]] = ("processes", ("speed_up", "efficiency"))
+    if experiment not in _SCALING:
+        axes = ("batch", ("step_ms", "rows_per_s")) if experiment == "batch" else ("processes", ["step_ms"])
+    curves = {"speed_up": ("amdahl", "ideal")} if experiment in _SCALING else {}
     marked = any(row["marked"] for row in rows)
-    axes: tuple[str, Sequence[str]] = (
-        ("processes", ("speed_up", "efficiency")) if scaling else ("processes", ["step_ms"])
-    )
-    if by_batch:
-        axes = ("batch", ("step_ms", "rows_per_s"))
-    curves = {"speed_up": ("amdahl", "ideal")} if scaling else {}
     return Table(shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, fits))
+
+
+def _by_law(fit: Amdahl | None, processes: int) -> dict[str, float | None]:
+    """Return the speed-up of so many processes by Amdahl's law, and the ideal."""
+    return {"amdahl": fit.speed_up(processes), "ideal": processes} if fit else {"amdahl": None, "ideal": None}
 
 
 _UNPREDICTED = (
     "A time without a prediction is off if half of its steps differ from it by more than 15 %. A speed-up also depends "
     "on the time of one process."
 )
+
+
+_ALL, _SCALING = (None, *EXPERIMENTS), (None, "delay")
+_COLUMNS: Sequence[tuple[Column, Sequence[str | None]]] = (
+    (Column("run"), _ALL),
+    (Column("processes"), _ALL),
+    (Column("batch"), ["batch"]),
+    (Column("step_ms", "time of a step, ms", wording.number), _ALL),
+    (Column("predicted_step_ms", "predicted, ms", wording.number), _ALL),
+    (Column("p10_ms", "p10", wording.number), _ALL),
+    (Column("p90_ms", "p90", wording.number), _ALL),
+    (Column("stdev_ms", "stdev", wording.number), _ALL),
+    (Column("speed_up", "speed-up", "{:.2f}".format), _SCALING),
+    (Column("efficiency", show=wording.percent), _SCALING),
+    (Column("rows_per_s", "rows per second", lambda value: wording.number(round(value))), ["batch"]),
+    (Column("communication", "all-reduce", wording.percent), _ALL),
+    (Column("utilisation", "utilisation of each", wording.percents), _ALL),
+    (Column("rank_ms", "each rank's step, ms", lambda each: wording.elided(f"{ms:.1f}" for ms in each)), ["straggler"]),
+    (Column("memory_mb", "MB, each", lambda value: wording.number(round(value))), _ALL),
+)
+"""The table's columns, each with the experiments that show it."""
 
 
 def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -204,10 +208,7 @@ def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
     judged: list[dict[str, Any]] = []
     doubted: set[tuple[str, float, int]] = set()  # model, delay and batch whose one process's time is doubtful
     for row in rows:
-        sizes = ("model", "batch", "processes", "data_parallel")
-        plain = [each["step_ms"] for each in rows if not each["delay_ms"] and all(each[i] == row[i] for i in sizes)]
-        predicted = plain[0] + row["delay_ms"] if row["delay_ms"] and plain else None
-        step = row["step_ms"]
+        step, predicted = row["step_ms"], _predicted(row, rows)
         found, expected = (step, predicted) if predicted else (step + row["usual_step_off_ms"], step)
         alike = (row["model"], row["delay_ms"], row["batch"])
         marked: tuple[str, ...] = () if believable(found, expected, row["others"]) else _TIMED
@@ -219,8 +220,14 @@ def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return judged
 
 
-def _each_ms(values: Sequence[float]) -> str:
-    return wording.elided(f"{value:.1f}" for value in values)
+def _predicted(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return the time of the same step without a delay, and the delay; `None` if it has none."""
+    if not row["delay_ms"]:
+        return None
+    alike = itemgetter("model", "batch", "processes", "data_parallel")
+    plain = (other["step_ms"] for other in rows if not other["delay_ms"] and alike(other) == alike(row))
+    without = next(plain, None)
+    return without and without + row["delay_ms"]
 
 
 def _fit(rows: Sequence[Row], label: str) -> Amdahl | None:
@@ -320,12 +327,15 @@ def _scaling(rows: Sequence[Row]) -> dict[str, str]:
         "dominates": "communication" if last["communication"] > 0.5 else "computation",
     }
     fit = _fit(plain, plain[0]["run"])
-    if fit is None:
-        return found
+    return found | (_efficiency(plain, last, fit) if fit else {})
+
+
+def _efficiency(plain: Sequence[Row], last: Row, fit: Amdahl) -> dict[str, str]:
+    """Return where the efficiency drops most, and what Amdahl's law says."""
     drops = {row["processes"]: before["efficiency"] - row["efficiency"] for before, row in pairwise(plain)}
     worst = max(drops, key=lambda count: drops[count])
     efficiency = {row["processes"]: wording.percent(row["efficiency"]) for row in plain}
-    found |= {"drop_at": str(worst), "drop_to": efficiency[worst], "efficiency": efficiency[last["processes"]]}
+    found = {"drop_at": str(worst), "drop_to": efficiency[worst], "efficiency": efficiency[last["processes"]]}
     found["speed_up"] = quoted(f"{last['speed_up']:.2f}", None, "speed_up" not in last["marked"])
     if fit.serial >= 1:
         return found | {"slow_one": _took(plain[0]), "slow_last": _took(last)}

@@ -14,7 +14,7 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from torch import nn
 from pipelab.catalogue import Naive
 from pipelab.cli.running import Job, linear_stack
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
+from pipelab.table import Column, Table
 from pipelab_course.grading.emulated import Calls, emulated
 
 Row = Mapping[str, Any]
@@ -155,25 +155,37 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
     plan = Naive(len(sizes), 1).plan()
     x, y = Job(plan, layers, (batch, width)).batch()
     with Pipeline(stages, plan, nn.functional.mse_loss, intra_op_threads=1) as pipe:
-        gpus = {each.device for each in pipe.devices if each.device.type == "cuda"}
+        devices = [rank.device for rank in pipe.devices]
+        gpus = {device for device in devices if device.type == "cuda"}
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         pipe.step(x, y)  # the first step warms up
         times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
-        peaks = [torch.cuda.max_memory_allocated(each.device) for each in pipe.devices if len(gpus) == len(sizes)]
-        activations = _activations(pipe.stages.modules, [each.device for each in pipe.devices], x)
-    parameters = [sum(each.nbytes for each in stage.parameters()) for stage in stages]
-    gradients = [sum(each.grad.nbytes for each in stage.parameters() if each.grad is not None) for stage in stages]
-    totals = [sum(parts) / _MEGABYTE for parts in zip(parameters, gradients, activations, strict=True)]
+        peaks = _megabytes_of(map(torch.cuda.max_memory_allocated, devices)) if len(gpus) == len(sizes) else None
+        activations = _activations(pipe.stages.modules, devices, x)
+    parameters = [[*stage.parameters()] for stage in stages]
+    gradients = [[each.grad for each in held if each.grad is not None] for held in parameters]
+    parts = {
+        "parameters_mb": [*map(_bytes, parameters)],
+        "gradients_mb": [*map(_bytes, gradients)],
+        "activations_mb": activations,
+    }
+    totals = _megabytes_of(map(sum, zip(*parts.values(), strict=True)))
     return {
         "step_time_ms": median(times),
-        "memory_mb": tuple(totals),
+        "memory_mb": totals,
         "most_mb": max(totals),
-        "parameters_mb": tuple(each / _MEGABYTE for each in parameters),
-        "gradients_mb": tuple(each / _MEGABYTE for each in gradients),
-        "activations_mb": tuple(each / _MEGABYTE for each in activations),
-        "allocator_peak_mb": tuple(each / _MEGABYTE for each in peaks) or None,
+        **{name: _megabytes_of(values) for name, values in parts.items()},
+        "allocator_peak_mb": peaks,
     }
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _megabytes_of(values: Iterable[int]) -> tuple[float, ...]:
+    return tuple(value / _MEGABYTE for value in values)
 
 
 def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x: torch.Tensor) -> list[int]:

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.catalogue import Interleaved1F1B, OneFOneB
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, require_size
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
+from pipelab.table import Column, Table
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB
 from pipelab.cli.believing import LEGEND, believable, quoted
 from pipelab.cli.running import Result, make_jobs, run_all
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
 from pipelab.simulation.cost import Cost
+from pipelab.table import Column, Table
 from pipelab.trace.trace import Trace
 
 WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
@@ -186,30 +186,33 @@ def numbers(rows: Sequence[Row]) -> dict[str, str]:
     whole, one, _, loop, _ = (at[method, many] for method in METHODS)
     found = {"ranks": str(ranks), "many": str(many), "more": str(4 * many)}
     found["before"] = f"{few}" if few < many else "the whole batch in one piece"
-    found |= {
-        f"bubble_of_{name}": wording.percent((ranks - 1) / (each + ranks - 1))
-        for name, each in (("many", many), ("more", 4 * many))
-    }
+    for name, count in (("many", many), ("more", 4 * many)):
+        found[f"bubble_of_{name}"] = wording.percent((ranks - 1) / (count + ranks - 1))
     found["loop_of_one"] = wording.percent(loop["predicted_step_time_ms"] / one["predicted_step_time_ms"])
     for name, method in zip(("whole", "one", "gpipe", "loop", "true"), METHODS, strict=True):
-        row = at[method, many]
-        found |= {
-            f"{name}_loss": f"{row['loss']:.6f}",
-            f"{name}_ms": _ms(row),
-            f"{name}_before": _ms(at[method, few] if few < many else whole),
-            f"{name}_bubble": _said(row, "bubble", wording.percent),
-            f"{name}_working": _said(row, "utilisation", lambda shares: f"{sum(shares):.2f}"),
-            f"{name}_start": _ms(row, "first_backward_ms"),
-            f"{name}_peaks": wording.elided(row["peak_activations"]),
-            f"{name}_share": wording.percent(row["peak_share"]),
-            f"{name}_faster": _faster(row, whole),
-        }
+        before = at[method, few] if few < many else whole
+        found |= {f"{name}_{figure}": said for figure, said in _figures(at[method, many], before, whole).items()}
     start = at[ONE_BY_ONE, few] if few < many else whole
     if not any(row["emulated"] or "step_time_ms" in row["marked"] for row in (start, one)):
         found["extra"] = f"{wording.number(one['step_time_ms'] - start['step_time_ms'])} ms"
     late = Cost(forward=1, backward=2, latency=0.5)
     gpipe, true = (simulate(kind(ranks, many), late).makespan for kind in (GPipe, OneFOneB))
     return found | ({"gpipe_late": wording.number(gpipe), "true_late": wording.number(true)} if true > gpipe else {})
+
+
+def _figures(row: Row, before: Row, whole: Row) -> dict[str, str]:
+    """Return the figures of a method, as answers say them."""
+    return {
+        "loss": f"{row['loss']:.6f}",
+        "ms": _ms(row),
+        "before": _ms(before),
+        "bubble": _said(row, "bubble", wording.percent),
+        "working": _said(row, "utilisation", lambda shares: f"{sum(shares):.2f}"),
+        "start": _ms(row, "first_backward_ms"),
+        "peaks": wording.elided(row["peak_activations"]),
+        "share": wording.percent(row["peak_share"]),
+        "faster": _faster(row, whole),
+    }
 
 
 def _said(row: Row, name: str, show: Callable[[Any], str]) -> str:

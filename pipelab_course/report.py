@@ -35,9 +35,9 @@ from operator import attrgetter
 from typing import Any
 
 from pipelab.catalogue import GPipe, OneFOneB, schedules
-from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError
 from pipelab.files import teacher
+from pipelab.table import Column, Table
 from pipelab_course.hybrid import Hybrid, same_work
 
 FORWARD, BACKWARD, RING_STEP, ROWS, ACTIVATION = 50, 80, 20, 32, 10

@@ -6,7 +6,8 @@ import json as notation
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from pipelab.errors import PipelabError, UsageError, clean
 from pipelab.simulation.cost import Cost
 from pipelab_course.commands import finished
 from pipelab_course.grading import report
-from pipelab_course.grading.runner import Limits, grade, sandbox, submissions
+from pipelab_course.grading.runner import Limits, Submission, grade, sandbox, submissions
 from pipelab_course.grading.tasks import HOMEWORKS, Assignment, Grade
 
 _Par = Annotated[
@@ -83,11 +84,10 @@ def grade_command(
     The exit code is 0 if everything passed, 1 if something failed, and 2 if something could not be graded or Ctrl-C
     stopped it. The submission runs in a process with limits; on Linux, in a sandbox if bubblewrap is installed.
     """
+    out = _Files(json, gradescope, classroom50, save or [])
     grades: list[Grade] = []
     try:
-        require_writable(save, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
-        for path in filter(None, (json, classroom50)):
-            files.require_writable(path)
+        out.require_writable()
         homework, target = _named(targets or [])
         where, name = _split(target)
         pars = settings(par or [], "--par")
@@ -102,59 +102,89 @@ def grade_command(
         if where is None:
             _untargeted(assignment, limits, name, gradescope, bool(targets))
             return
-        main = HOMEWORKS[homework].file
-        alone = gradescope is not None or classroom50 is not None
-        found, skipped = submissions(where, alone, main)
-        several = not (alone or where.is_file() or (where / main).exists())
-        if several and not sandbox():
-            echo(_OPEN, error=True)
-        for each, why in skipped.items():
-            echo(clean(f"skipped: {each} ({why})"))
-        width = max(len(each.name) for each in found) if several else 0
-        results = gradescope and gradescope / "results.json"
-        forms = ((json, report.as_json), (results, report.gradescope), (classroom50, report.classroom50))
-
-        def graded() -> Iterator[dict[str, Grade]]:
-            for each in _shown(grade(found, assignment, limits, workers), width):
-                grades.append(each)
-                with suppress(OSError):  # a disk that is full now may not be so at the end
-                    _save(grades, several, skipped, forms, save)
-                yield {}
-
-        _, complete = finished(graded(), len(found), "graded")
+        found, skipped = submissions(where, out.alone, HOMEWORKS[homework].file)
+        several = not (out.alone or where.is_file() or (where / HOMEWORKS[homework].file).exists())
+        _warn(several, skipped)
+        shown = _shown(grade(found, assignment, limits, workers), found if several else [])
+        complete = finished(_kept(shown, grades, partial(out.write, grades, several, skipped)), len(found), "graded")[1]
         if several:
             show(report.failures(grades), None)
-        for path in _save(grades, several, skipped, forms, save):
+        for path in out.write(grades, several, skipped):
             wrote(path)
     except (PipelabError, OSError) as error:
         echo(folded(f"could not grade: {error}"), error=True)
-        if gradescope is not None and gradescope.is_dir() and not grades:  # or Gradescope shows its own error
-            failed = Grade(" ".join(targets or ["no file"]), reason=f"could not grade: {error}")
-            wrote(_write_json(gradescope / "results.json", report.gradescope(failed)))
+        if not grades:
+            out.write_failure(" ".join(targets or ["no file"]), error)
         raise typer.Exit(2) from error
-    if not complete or any(each.ambiguous for each in grades):
+    if not complete or any(made.ambiguous for made in grades):
         raise typer.Exit(2)
-    if classroom50 is None and not all(each.passed for each in grades):  # there, 1 says that the grader has failed
+    if classroom50 is None and not all(made.passed for made in grades):  # there, 1 says that the grader has failed
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where grades go: files in several forms, and tables."""
+
+    json: Path | None
+    gradescope: Path | None
+    classroom50: Path | None
+    tables: Sequence[Path]
+
+    @property
+    def alone(self) -> bool:
+        """Whether a form has room for one submission only."""
+        return self.gradescope is not None or self.classroom50 is not None
+
+    @property
+    def results(self) -> Path | None:
+        """Gradescope's file."""
+        return self.gradescope and self.gradescope / "results.json"
+
+    def require_writable(self) -> None:
+        """Refuse files that cannot be written."""
+        require_writable(self.tables, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
+        for path in filter(None, (self.json, self.classroom50)):
+            files.require_writable(path)
+
+    def write(self, grades: Sequence[Grade], several: bool, skipped: Mapping[str, str]) -> list[Path]:
+        """Write all files with the grades so far; return their paths."""
+        forms = ((self.json, report.as_json), (self.results, report.gradescope), (self.classroom50, report.classroom50))
+        written = [
+            _write_json(path, [*map(form, grades)] if several else form(grades[0]))
+            for path, form in forms
+            if path is not None and (grades or several)
+        ]
+        return written + [report.table(grades, skipped).save(path) for path in self.tables]
+
+    def write_failure(self, target: str, error: Exception) -> None:
+        """Write what Gradescope shows instead of its own error."""
+        if self.results is not None and self.results.parent.is_dir():
+            failed = Grade(target, reason=f"could not grade: {error}")
+            wrote(_write_json(self.results, report.gradescope(failed)))
 
 
 _OPEN = (
     "bubblewrap is missing here, or may not start: submissions can read your files, use the network and end your "
     "processes\n  try: sudo apt install bubblewrap; or grade in a container"
 )
-_Forms = Sequence[tuple[Path | None, Callable[[Grade], dict[str, Any]]]]
 
 
-def _save(
-    grades: Sequence[Grade], several: bool, skipped: Mapping[str, str], forms: _Forms, tables: Sequence[Path] | None
-) -> list[Path]:
-    """Write all files with the grades so far; return their paths."""
-    written = [
-        _write_json(path, [*map(form, grades)] if several else form(grades[0]))
-        for path, form in forms
-        if path is not None and (grades or several)
-    ]
-    return written + [report.table(grades, skipped).save(path) for path in tables or []]
+def _warn(several: bool, skipped: Mapping[str, str]) -> None:
+    """Say what other submissions could do without a sandbox, and which hand-ins are skipped."""
+    if several and not sandbox():
+        echo(_OPEN, error=True)
+    for name, why in skipped.items():
+        echo(clean(f"skipped: {name} ({why})"))
+
+
+def _kept(shown: Iterator[Grade], grades: list[Grade], write: Callable[[], object]) -> Iterator[Grade]:
+    """Collect grades, and write all files after each: a disk that is full now may not be so at the end."""
+    for made in shown:
+        grades.append(made)
+        with suppress(OSError):
+            write()
+        yield made
 
 
 def _write_json(path: Path, value: Any) -> Path:
@@ -228,13 +258,14 @@ def _options(assignment: Assignment, limits: Limits) -> list[str]:
     return words + [word for option, (name, value) in repeated for word in (option, f"{name}={value}")]
 
 
-def _shown(grades: Iterator[Grade], width: int) -> Iterator[Grade]:
-    """Print each grade as soon as it is there: in one line, after a name of this width, or in full if it is 0."""
-    for each in grades:
-        if width:
-            echo(clean(f"{each.submission:{width}}  {report.as_line(each)}"))
-        elif each.ambiguous:
-            echo(folded(f"could not grade: {each.submission}: {each.reason}"), error=True)
+def _shown(grades: Iterator[Grade], several: Sequence[Submission]) -> Iterator[Grade]:
+    """Print each grade as soon as it is there: in full, or one of several in one line."""
+    width = max((len(submission.name) for submission in several), default=0)
+    for made in grades:
+        if several:
+            echo(clean(f"{made.submission:{width}}  {report.as_line(made)}"))
+        elif made.ambiguous:
+            echo(folded(f"could not grade: {made.submission}: {made.reason}"), error=True)
         else:
-            echo(clean(report.as_text(each), keep="\n"))
-        yield each
+            echo(clean(report.as_text(made), keep="\n"))
+        yield made

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -81,26 +82,23 @@ class Devices(TorchFunctionMode):
             return args[0]
         goal = self._goal(func, args, kwargs)
         if goal is not None and func in _MOVES:
-            moved = args[0]
-            for each in (*args[1:], *kwargs.values()):
-                moved = moved.to(each.dtype if isinstance(each, torch.Tensor) else each) if _is_type(each) else moved
-            if goal == place_of(args[0]):
-                return moved if moved is args[0] else put(moved, goal)
-            return put(moved.view_as(moved) if moved is args[0] else moved, goal)
+            return _moved(goal, *args, *kwargs.values())
         if goal is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-        tensors = [
-            each for value in (*args, *kwargs.values()) for each in _members(value) if isinstance(each, torch.Tensor)
-        ]
+        return self._called(func, args, kwargs, goal)
+
+    def _called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], goal: torch.device | None) -> Any:
+        """Call a function; what it makes is at the goal, or where the tensors are that it is given."""
+        tensors = _tensors((*args, *kwargs.values()))
         if func == _TENSOR.data.__set__:
             put(args[0], place_of(args[1]))
         elif len(tensors) > 1 and func not in _ACROSS:
             self._look(tensors)
         result = func(*args, **kwargs)
         placed = goal or max(map(place_of, tensors), key=lambda place: (place.type, place.index or 0), default=HOST)
-        for each in _members(result):
-            if isinstance(each, torch.Tensor) and not any(each is other for other in tensors):
-                put(each, placed)
+        for made in _tensors([result]):
+            if all(made is not given for given in tensors):
+                put(made, placed)
         return result
 
     def _goal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
@@ -127,8 +125,20 @@ _ASKED: dict[Any, Callable[[torch.device], Any]] = {
 }
 
 
-def _members(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else [value]
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values, and those in tuples and lists."""
+    members = chain.from_iterable(value if isinstance(value, tuple | list) else [value] for value in values)
+    return [member for member in members if isinstance(member, torch.Tensor)]
+
+
+def _moved(goal: torch.device, tensor: torch.Tensor, *given: Any) -> torch.Tensor:
+    """Return a tensor at its goal, in the last type that was given: itself, if it is there already."""
+    moved = tensor
+    for value in filter(_is_type, given):
+        moved = moved.to(getattr(value, "dtype", value))
+    if moved is tensor and goal != place_of(tensor):
+        moved = tensor.view_as(tensor)
+    return tensor if moved is tensor else put(moved, goal)
 
 
 def _is_device(value: Any) -> bool:

@@ -399,8 +399,7 @@ def judge(data: Data, seed: int, name: str = "") -> tuple[dict[str, Found], str]
     found = _of_shown(runs, _training(data["training"], runs[0], seed))
     own_loss = any(run.own_loss for run in runs)
     hint = "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else ""
-    checked = [{name: check(run) for name, check in _CHECKS.items()} for run in hidden]
-    found["hidden sizes"] = of_hidden(found, checked, hint)
+    found["hidden sizes"] = of_hidden(found, [*map(_checked, hidden)], hint)
     errors = (f"with {run.count} micro-batch{'es' * (run.count > 1)}: {run.error}" for run in runs if run.error)
     notes = [f"the gradients are those of {runs[0].kind()}"] if runs[0].kind() else []
     notes += ["it computes a loss of its own and never calls loss_fn"] if own_loss else []
@@ -413,22 +412,30 @@ def _of_shown(runs: Sequence[Run], training: Found) -> dict[str, Found]:
     Causes are sought at the first size where something is wrong. What goes wrong only after a first right call is a
     matter of the second call, or else of the size.
     """
-    found: dict[str, Found] = {}
-    wrong_at = next((run for run in runs if not all(check(run).right for check in _CHECKS.values())), None)
-    for name, check in _CHECKS.items():
-        run = next((run for run in runs if not check(run).right), runs[0])
-        seen = check(run)
-        if not seen.right:
-            said = f"{run.count} micro-batch{'es' * (run.count > 1)}: {seen.found}"
-            said += f"; then {run.error.partition(':')[0]}" if run.error else ""
-            seen = replace(seen, found=said, reached=seen.reached and run is wrong_at)
-            if wrong_at is not runs[0]:
-                fixed = f"It is right with {runs[0].count} micro-batches. Which number is fixed in it?"
-                seen = replace(seen, hint=fixed, reached=seen.reached and training.right)
-        found[name] = seen
+    wrong_at = next((run for run in runs if not all(seen.right for seen in _checked(run).values())), None)
+    found = {name: _at_fault(check, runs, wrong_at, training) for name, check in _CHECKS.items()}
     found["training"] = replace(training, reached=wrong_at is not runs[0])
     wrong = [name for name, seen in found.items() if not seen.right]
     if wrong and not any(found[name].reached for name in wrong):  # an error is the only cause
         first, error = found[wrong[0]], "The error above is the cause. What does the line that it names do there?"
         found[wrong[0]] = replace(first, reached=True, hint=error if runs[0].error else first.hint)
     return found
+
+
+def _checked(run: Run) -> dict[str, Found]:
+    return {name: check(run) for name, check in _CHECKS.items()}
+
+
+def _at_fault(check: Callable[[Run], Found], runs: Sequence[Run], wrong_at: Run | None, training: Found) -> Found:
+    """Return what a check found at the first size where it is wrong, and whether that is a cause."""
+    run = next((run for run in runs if not check(run).right), None)
+    if run is None:
+        return check(runs[0])
+    seen = check(run)
+    said = f"{run.count} micro-batch{'es' * (run.count > 1)}: {seen.found}"
+    said += f"; then {run.error.partition(':')[0]}" if run.error else ""
+    seen = replace(seen, found=said, reached=seen.reached and run is wrong_at)
+    if wrong_at is runs[0]:
+        return seen
+    fixed = f"It is right with {runs[0].count} micro-batches. Which number is fixed in it?"
+    return replace(seen, hint=fixed, reached=seen.reached and training.right)

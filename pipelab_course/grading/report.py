@@ -15,7 +15,7 @@ from typing import Any
 
 import pipelab
 import pipelab_course
-from pipelab.draw.table import Column, Table
+from pipelab.table import Column, Table
 from pipelab_course.grading.tasks import Grade, Mark
 
 

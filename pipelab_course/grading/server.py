@@ -227,32 +227,13 @@ def _reports(reported: int) -> dict[str, Any]:
 def _follow(
     request: dict[str, Any], pid: int, began: float, reports: Callable[[], dict[str, Any]], printed: int
 ) -> dict[str, Any]:
-    """Wait until a submission has ended or has passed a limit; return its marks or the reason."""
-    reason, ended, status = "", 0, 0
-    while not ended and not reason:
-        if select.select([0], [], [], 0.01)[0]:
-            sys.exit(0)  # the result is no longer wanted; `_serve` ends the submission
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if os.fstat(printed).st_size > request["output"]:
-            reason = f"it printed more than {request['output'] // 1000} kB"
-        elif not ended and time.monotonic() - began > request["seconds"]:
-            reason = f"it was still running after {request['seconds']:g} s{{where}}: does a loop never end?"
-        elif len(_descendants()) - 1 > request["programs"]:
-            reason = "it starts too many processes"
-    until = time.monotonic() + _GRACE
-    while not reason and (left := _reap()):
-        if time.monotonic() > until:
-            reason = f"it left {len(left)} process{'es' * (len(left) > 1)} running"
-        time.sleep(0.01)
+    """Wait until a submission has ended or has passed a limit; return its record or the reason."""
+    reason, status = _awaited(request, pid, began, printed)
+    reason = reason or _left_running()
     try:
         reported = reports()
         if not reason and "done" in reported:
-            done = reported["done"]
-            said = {
-                "reason": str(done.get("reason") or "it sent nothing")[:_KEPT],
-                "ambiguous": done.get("ambiguous") is True,
-            }
-            return {"record": done["record"]} if "record" in done else said
+            return _answered(reported["done"])
     except (ValueError, TypeError, AttributeError, RecursionError):
         reported, reason = {}, reason or "something wrote into the grader's own file"
     code = os.waitstatus_to_exitcode(status)
@@ -260,6 +241,40 @@ def _follow(
         reason = f"its process was ended by {signal.Signals(-code).name}{{where}}"
     reason = reason or f"it ended the interpreter with exit code {code}{{where}}: does it call os._exit?"
     return {"reason": reason.format(where=f" {reported['at']}" if "at" in reported else "")}
+
+
+def _awaited(request: dict[str, Any], pid: int, began: float, printed: int) -> tuple[str, int]:
+    """Wait until a submission has ended or has passed a limit; return which one, and the status of its process."""
+    while True:
+        if select.select([0], [], [], 0.01)[0]:
+            sys.exit(0)  # the result is no longer wanted; `_serve` ends the submission
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if os.fstat(printed).st_size > request["output"]:
+            return f"it printed more than {request['output'] // 1000} kB", status
+        if not ended and time.monotonic() - began > request["seconds"]:
+            return f"it was still running after {request['seconds']:g} s{{where}}: does a loop never end?", status
+        if len(_descendants()) - 1 > request["programs"]:
+            return "it starts too many processes", status
+        if ended:
+            return "", status
+
+
+def _left_running() -> str:
+    """Return how many processes a submission has left that do not end soon."""
+    until = time.monotonic() + _GRACE
+    while left := _reap():
+        if time.monotonic() > until:
+            return f"it left {len(left)} process{'es' * (len(left) > 1)} running"
+        time.sleep(0.01)
+    return ""
+
+
+def _answered(done: Any) -> dict[str, Any]:
+    """Return the record that a submission sent, or the reason why it sent none."""
+    if "record" in done:
+        return {"record": done["record"]}
+    reason = str(done.get("reason") or "it sent nothing")
+    return {"reason": reason[:_KEPT], "ambiguous": done.get("ambiguous") is True}
 
 
 def main() -> None:

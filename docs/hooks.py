@@ -10,10 +10,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import hashlib
 import html
 import io
 import json
 import linecache
+import os
 import re
 import runpy
 import tomllib
@@ -61,6 +63,9 @@ LIVE = {Trace: page, Comparison: comparison_page}
 """What tutorials show as a page in a frame."""
 LIGHTS = r"\[([^]]+)\]\(#([sl]=[^)]+)\)"
 """A link to what is in the last frame."""
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = Path(os.environ.get("TUTORIALS", ROOT / "build" / "tutorials"))
+"""Where what tutorials print and draw is kept."""
 EDITING = runpy.run_path(str(Path(__file__).with_name("editing.py")))
 PYODIDE = runpy.run_path(str(Path(__file__).with_name("pyodide.py")))
 
@@ -76,9 +81,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def questions(lab: str, answered: bool) -> str:
     """Return what an assignment asks as a list; answered by the teacher's key, with the names of a run's numbers."""
-    root = Path(__file__).parents[1]
-    asked = tomllib.loads((root / "pipelab_course" / "questions.toml").read_text(encoding="utf-8"))[lab]
-    key = tomllib.loads((root / "teacher" / "keys" / f"{lab}.toml").read_text(encoding="utf-8")) if answered else {}
+    asked = tomllib.loads((ROOT / "pipelab_course" / "questions.toml").read_text(encoding="utf-8"))[lab]
+    key = tomllib.loads((ROOT / "teacher" / "keys" / f"{lab}.toml").read_text(encoding="utf-8")) if answered else {}
     lines, part = [], ""
     for number, (name, question) in enumerate(asked.items(), start=1):
         lead = "" if part == (part := question["part"]) else f"*{part}.* "
@@ -124,7 +128,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"tutorials/{path.parent.name}/{path.name}", content=path.read_bytes()))
     for source in sorted(tutorials.glob("*.py")):
         code = source.read_text(encoding="utf-8")
-        text, notebook, figures = render(source, code)
+        text, notebook, figures = rendered(source, code)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
         made = {f"{source.stem}.ipynb": notebook, source.name: code, **figures}
         for name, content in made.items():
@@ -143,7 +147,31 @@ def files_of_the_playground(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, f"playground/{name}", content=content, inclusion=InclusionLevel.INCLUDED))
 
 
-@functools.cache  # `make docs` builds the site at each edit, and most edits are elsewhere
+def rendered(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
+    """Return what `render` returns; where neither the tutorial nor pipelab has changed, what an earlier run made."""
+    kept = KEPT / f"{source.stem}-{hashlib.sha256(code.encode() + _sources()).hexdigest()[:16]}.json"
+    if not kept.is_file():
+        log.info("Running tutorials/%s", source.name)
+        made = json.dumps(render(source, code))
+        KEPT.mkdir(parents=True, exist_ok=True)
+        for old in KEPT.glob(f"{source.stem}-*.json"):
+            old.unlink(missing_ok=True)
+        kept.write_text(made, encoding="utf-8")
+    text, notebook, figures = json.loads(kept.read_text(encoding="utf-8"))
+    return text, notebook, figures
+
+
+@functools.cache  # of what was imported: an edit of pipelab while `make docs` runs is not
+def _sources() -> bytes:
+    """Return a digest of all that tutorials run: pipelab, their data, and the versions of other packages."""
+    files = [*ROOT.glob("docs/*.py"), *ROOT.glob("tutorials/*/*"), ROOT / "constraints.txt"]
+    files += [path for path in ROOT.glob("pipelab*/**/*") if path.is_file() and path.suffix != ".pyc"]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
 def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
     """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
 

@@ -2,11 +2,19 @@
 
 .PHONY: student teacher
 
-student: .venv/docs.stamp .venv/dev.stamp ## copy pipelab as students get it to build/student, with its site and what is published
+student: .venv/dev.stamp $(if $(SITE),.venv/docs.stamp) ## copy pipelab as students get it to build/student, with what is published; with its site: SITE=1
+	@echo "pipelab: copying what students get to build/student"
 	@$(BIN)/python teacher/distribute.py student build/student
-	@cd build/student && export NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR)/build/student && \
-		$(CURDIR)/$(BIN)/python -m mkdocs build --strict && $(CURDIR)/$(BIN)/python -m build
+ifdef SITE
+	@echo "pipelab: building their site in build/student/site"
+	@cd build/student && PYTHONPATH=. TUTORIALS=$(CURDIR)/build/tutorials NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(BIN)/mkdocs build --strict
+endif
+	@echo "pipelab: building what is published in build/student/dist"
+	@cd build/student && $(CURDIR)/$(BIN)/python -m build --no-isolation
 
-teacher: site .venv/dev.stamp ## copy it with solutions and keys to build/teacher, with a wheel that must not be published
+teacher: .venv/dev.stamp $(if $(SITE),site) ## copy it with solutions and keys to build/teacher, with a wheel that must not be published; SITE=1
+	@echo "pipelab: copying what teachers get to build/teacher"
 	@$(BIN)/python teacher/distribute.py teacher build/teacher
-	@cp -r site build/teacher/ && cd build/teacher && $(CURDIR)/$(BIN)/python -m build --wheel
+	@$(if $(SITE),cp -r site build/teacher/)
+	@echo "pipelab: building their wheel in build/teacher/dist"
+	@cd build/teacher && $(CURDIR)/$(BIN)/python -m build --no-isolation --wheel

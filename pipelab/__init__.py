@@ -32,9 +32,10 @@ The parts, in reading order:
 from __future__ import annotations
 
 import ast
+import inspect
+import sys
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab._version import __version__
@@ -136,7 +137,7 @@ _PARTS = "catalogue", "checking", "draw", "files", "plan", "schedule", "simulati
 @cache
 def _modules() -> dict[str, str | None]:
     """Return which module has each name: the imports above, which only type checkers run."""
-    lines = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    lines = ast.walk(ast.parse(inspect.getsource(sys.modules[__name__])))
     return {name.name: line.module for line in lines if isinstance(line, ast.ImportFrom) for name in line.names}
 
 

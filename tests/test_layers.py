@@ -59,6 +59,7 @@ ENGINE: list[list[str]] = [
 # What could hide an import, and the modules that use it for something else.
 HIDING_PLACES = {
     "sys.modules": {
+        "pipelab",  # its own source names what it imports
         "pipelab.draw",  # is this a notebook, which has loaded IPython?
         "pipelab.cli.targets",  # it is registered there
         "pipelab_course.grading.server",  # a submission's file must not have the name of a loaded module

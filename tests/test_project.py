@@ -93,6 +93,14 @@ def test_the_maps_of_the_code_name_every_folder_and_only_files_that_exist() -> N
     assert [name for name in files if not (package / name).is_file() and not (ROOT / name).is_file()] == []
 
 
+def test_the_road_for_one_evening_is_as_long_as_it_says() -> None:
+    road = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", read("docs/architecture.md"), re.MULTILINE)
+    assert road
+    for name, said in road:
+        lines = len((ROOT / "pipelab" / name).read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(said)) <= 40, name
+
+
 def test_no_file_names_a_place_on_somebodys_machine() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     files = listed.stdout.split() if listed.returncode == 0 else []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from math import inf
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from pipelab.trace import replay
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from pipelab.plan.codes import Codes
     from pipelab.simulation.cost import Cost
 
 _FEW = 3
@@ -26,64 +27,74 @@ _TRUSTED = 0.15
 """By which share half of the repeated actions may differ from the usual one before a fit warns. With nothing else to do
 it was 0.02 to 0.1; on two overloaded cores 0.1 to 0.7, and one step's costs predicted half to thrice the usual step."""
 
+_MIDDLES: dict[str, Callable[[list[float]], float]] = {"median": median, "mean": fmean}
+
 Spans = defaultdict[tuple[str, int], list[float]]
 """By kind and stage, how long its actions took, or what they gave travelled; a pair in one slot has the kind "pair"."""
 
 
 def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | None, typical: str) -> dict[str, Any]:
     """Return the arguments of a `Cost` per stage that predicts some steps of the same stages; see `Cost.fit`."""
-    if typical not in ("median", "mean"):
+    if typical not in _MIDDLES:
         raise CostError(f"typical={shorten(typical)}: expected 'median' or 'mean'")
-    middle = fmean if typical == "mean" else median
-    first = traces[0]
+    middle, first = _MIDDLES[typical], traces[0]
+    measured = first.source == "measured"
     spans, moved = _pooled(traces, first, "traces")
     times = {each: middle(took) for each, took in spans.items()}
+    if measured:
+        _warn_if_noisy(spans, times)
+    ratio = 1.0
+    if isinstance(split, (Trace, list, tuple)):
+        whole = {each: time for each, time in times.items() if each[0] not in HALVES}
+        times = whole | _halves(listed(split), first, middle)
+    elif split is not None:
+        ratio = _ratio(split)
+    stages = range(first.plan.stages)
+    for stage in stages:
+        # Of a measured first stage, PyTorch asks for no input gradient, so nothing is split there.
+        _complete(times, stage, 1.0 if measured and stage == 0 else ratio)
+    there = {kind for kind, _ in times}
+    costs: dict[str, str] = {kind: traits.cost for kind, traits in TRAITS.items() if traits.cost} | {"pair": "pair"}
+    found: dict[str, Any] = {
+        name: [times.get((kind, stage), 0.0) for stage in stages] for kind, name in costs.items() if kind in there
+    }
+    as_run = {"first_stage": "as-run"} if measured else {}
+    as_run |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
+    return {"forward": 0, "backward": 0, **found, **as_run, **_travel(moved, first, middle), "unit": first.unit}
+
+
+def _warn_if_noisy(spans: Spans, times: Mapping[tuple[str, int], float]) -> None:
     off = sum(len(took) * median(abs(time - times[each]) for time in took) for each, took in spans.items())
     noise = off / (sum(map(sum, spans.values())) or 1.0)
-    if first.source == "measured" and noise > _TRUSTED:
+    if noise > _TRUSTED:
         warnings.warn(
             f"half of the repeated actions differ by {100 * noise:.0f} % or more from the usual one: other programs "
             "used the processor, or micro-batches differ, so what these costs predict may be off by more\n"
             "  try: Cost.fit([step.trace, ...]) of five steps or more, while nothing else runs",
-            stacklevel=3,
+            stacklevel=4,
         )
-    ratio = 1.0
-    if isinstance(split, (Trace, list, tuple)):
-        halved = listed(split)
-        spans, _ = _pooled(halved, first, "trace and split")
-        times = {each: time for each, time in times.items() if each[0] not in HALVES}
-        times |= (halves := {each: middle(took) for each, took in spans.items() if each[0] in HALVES})
-        if not halves:
-            raise CostError(
-                f"split is a trace of {halved[0].name}, which has no I and W: run one that splits backwards, such as "
-                "zb-h1, or give the ratio (I + W) / B"
-            )
-    elif split is not None:
-        given = finite(split) if not isinstance(split, bool) else None
-        if given is None and not isinstance(split, (int, float)):
-            raise TypeError(f"split={shorten(split)}: expected the ratio (I + W) / B, or a trace with split backwards")
-        if not given:
-            raise CostError(f"split={split}: expected a ratio (I + W) / B above 0, such as 1.1")
-        ratio = given
-    stages = range(first.plan.stages)
-    measured = first.source == "measured"
-    for stage in stages:
-        own = 1.0 if measured and stage == 0 else ratio  # no input gradient is asked for there, so nothing is split
-        _complete(times, stage, own)
-    there = {kind for kind, _ in times}
-    kinds = {traits.cost: kind for kind, traits in TRAITS.items() if traits.cost and kind in there}
-    found: dict[str, Any] = {
-        name: [times.get((kind, stage), 0.0) for stage in stages]
-        for name, kind in {**kinds, **({"pair": "pair"} if "pair" in there else {})}.items()
-        if kind not in HALVES
-    }
-    if split is not None or not there.isdisjoint(HALVES):
-        for name, kind in (("input_grad", "I"), ("weight_grad", "W")):
-            found[name] = [times.get((kind, stage), 0.0) for stage in stages]
-    nothing: dict[str, Any] = {"forward": 0, "backward": 0}
-    as_run = {"first_stage": "as-run"} if measured else {}
-    as_run |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
-    return {**nothing, **found, **as_run, **_travel(moved, first, middle), "unit": first.unit}
+
+
+def _halves(
+    traces: Sequence[Trace], first: Trace, middle: Callable[[list[float]], float]
+) -> dict[tuple[str, int], float]:
+    """Return how long the halves of split backwards take."""
+    spans, _ = _pooled(traces, first, "trace and split")
+    halves = {each: middle(took) for each, took in spans.items() if each[0] in HALVES}
+    if not halves:
+        raise CostError(
+            f"split is a trace of {traces[0].name}, which has no I and W: run one that splits backwards, such as "
+            "zb-h1, or give the ratio (I + W) / B"
+        )
+    return halves
+
+
+def _ratio(split: Any) -> float:
+    if isinstance(split, bool) or not isinstance(split, (int, float)):
+        raise TypeError(f"split={shorten(split)}: expected the ratio (I + W) / B, or a trace with split backwards")
+    if not (ratio := finite(split)):
+        raise CostError(f"split={split}: expected a ratio (I + W) / B above 0, such as 1.1")
+    return ratio
 
 
 def listed(traces: Any) -> list[Trace]:
@@ -149,21 +160,24 @@ def _transfers(trace: Trace) -> tuple[Spans, float]:
     In a measured trace, only values that left when their receiver was idle and waited for nothing else show it: from
     then until the receiver started, less what usually lies between two actions. That is returned too.
     """
-    found = Spans(list)
+    found, between, codes = Spans(list), list[float](), trace.plan.bound.codes
     if trace.source == "simulated":
         for each in trace.transfers:
-            found["F" if each.giver.traits.forward else "B", each.giver.stage or 0].append(each.end - each.start)
+            found[_sent(codes, codes.code(each.giver))].append(each.end - each.start)
         return found, 0.0
-    codes = trace.plan.bound.codes
-    between = []
     for _, start, before, inputs in _actions(trace):
         left, giver, away = max(inputs, default=(-inf, 0, False))
         if away and left > before:
-            found["F" if codes.forward[giver] else "B", codes.stage[giver]].append(start - left)
+            found[_sent(codes, giver)].append(start - left)
         elif before > -inf and not any(away for _, _, away in inputs):
             between.append(start - before)
-    usual = median(between) if between else 0.0
+    usual = median(between or [0.0])
     return Spans(list, {each: [max(time - usual, 0.0) for time in times] for each, times in found.items()}), usual
+
+
+def _sent(codes: Codes, giver: int) -> tuple[str, int]:
+    """Return under what a value's time is kept: `F` for outputs, `B` for gradients; and its stage."""
+    return "F" if codes.forward[giver] else "B", codes.stage[giver]
 
 
 def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float, int, bool]]]]:
@@ -182,22 +196,10 @@ def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float
 
 
 def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
-    """Return how long the actions took.
-
-    In a measured trace, since the action before it ended, if the inputs were there; of those that waited for a value,
-    the last part is counted that usually lies between two actions: the rest was the wait.
-    """
-    bound = trace.plan.bound
+    """Return how long the actions took; in a measured trace, since they could begin."""
+    bound, spans = trace.plan.bound, Spans(list)
     kind, stage = bound.codes.kind, bound.codes.stage
-    since: dict[int, float] = {}
-    if trace.source == "measured":
-        times = [time for each in moved.values() for time in each]
-        travel = median(times) if times else 0.0
-        for code, start, before, inputs in _actions(trace):
-            there = max((end + travel * away for end, _, away in inputs), default=-inf)
-            if max(there, before) > -inf:
-                since[code] = before if before >= there else max(before, start - between)
-    spans = Spans(list)
+    since = _since(trace, moved, between) if trace.source == "measured" else {}
     for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
         previous = -1
         for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
@@ -208,6 +210,21 @@ def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
                 spans[kind[code], stage[code]].append(end - since.get(code, start))
             previous = code
     return spans
+
+
+def _since(trace: Trace, moved: Spans, between: float) -> dict[int, float]:
+    """Return, by code, since when an action could run: when the action before it ended, if the inputs were there.
+
+    Of those that waited for a value, the last part is counted that usually lies between two actions: the rest was the
+    wait.
+    """
+    since: dict[int, float] = {}
+    travel = median(chain.from_iterable(moved.values()) if moved else [0.0])
+    for code, start, before, inputs in _actions(trace):
+        there = max((end + travel * away for end, _, away in inputs), default=-inf)
+        if max(there, before) > -inf:
+            since[code] = before if before >= there else max(before, start - between)
+    return since
 
 
 def _travel(moved: Spans, trace: Trace, middle: Callable[[list[float]], float]) -> dict[str, Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from pipelab.errors import UsageError, clean
 from pipelab.plan.actions import HALVES
 from pipelab.plan.fault import shorten
-from pipelab.trace.replay import Order, listed
+from pipelab.trace.replay import Name, Order, Ran, Times, listed
 from pipelab.trace.trace import Trace
 
 
@@ -82,42 +84,66 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < trace.ranks:
         raise UsageError(f"rank={shorten(rank)}: the trace has ranks 0 to {trace.ranks - 1}")
-    actions = listed(trace)
+    measured, actions = trace.source != "simulated", listed(trace)
     order = Order(trace, {name: number for number, name in enumerate(actions)})
-    kinds, _, stages, *_ = zip(*actions, strict=True)
-    holders = [each.rank for each in actions.values()]
-    times = order.times
-    # A value that was there before the rank was idle waited for it: it travelled as long as others do.
-    seen = [times.lags[travel] for travel, idle in order.travels.items() if idle or trace.source == "simulated"]
-    usual_lag = median(seen) if seen else 0.0
-    for travel, idle in order.travels.items():
-        if not idle and trace.source != "simulated":
-            times.lags[travel] = min(times.lags[travel], usual_lag)
-    order.be_late()
-    others: dict[str, list[float]] = defaultdict(list)
-    own: dict[tuple[str, int], list[tuple[tuple[int, ...], float]]] = defaultdict(list)
-    for slot in order.turns:
-        kind = "pair" if len(slot) > 1 else kinds[slot[0]]
-        took = sum(times.durations[action] + times.lates[action] for action in slot)
-        # PyTorch splits nothing on the first stage: I is empty, and W all of B.
-        unsplit = kind in HALVES and stages[slot[0]] == 0 and trace.source == "measured"
-        if holders[slot[0]] == rank:
-            own[kind, stages[slot[0]]].append((slot, took))
-        elif not unsplit:
-            others[kind].append(took)
-    usual = {kind: median(found) for kind, found in others.items()}
-    noisy, delay = deepcopy(times), 0.0
+    if measured:
+        _travel_as_usual(order)
+    turns = list(_turns(order, actions))
+    usual = _usual((turn for turn in turns if turn.rank != rank), measured)
+    own: dict[tuple[str, int], list[_Turn]] = defaultdict(list)
+    for turn in turns:
+        if turn.rank == rank and turn.kind in usual:
+            own[turn.kind, turn.stage].append(turn)
+    times, noisy, delay = order.times, deepcopy(order.times), 0.0
     for (kind, stage), ran in own.items():
-        if kind not in usual:
-            continue
-        whole = kind == "W" and stage == 0 and trace.source == "measured"
+        whole = measured and kind == "W" and stage == 0
         typical = usual[kind] + (usual.get("I", 0.0) if whole else 0.0)
-        more = max(0.0, median(took for _, took in ran) - typical)
-        for slot, took in ran:
-            delay += max(0.0, took - typical)
-            for new, time in ((times, min(took, typical)), (noisy, max(0.0, took - more))):
-                if time < took:
-                    for action in slot:
-                        new.durations[action], new.lates[action] = time / len(slot), 0.0
+        more = max(0.0, median(turn.took for turn in ran) - typical)
+        for turn in ran:
+            delay += max(0.0, turn.took - typical)
+            turn.shorten(times, typical)
+            turn.shorten(noisy, max(0.0, turn.took - more))
     name = f"{trace.name} without rank {rank}'s delay"
     return WhatIf(rank, delay, trace, order.again(times, name), order.again(noisy, name))
+
+
+class _Turn(NamedTuple):
+    """An action, or a pair in one slot, and how long it took with its late start."""
+
+    rank: int
+    kind: str
+    stage: int
+    actions: tuple[int, ...]
+    took: float
+
+    def shorten(self, times: Times, to: float) -> None:
+        if to < self.took:
+            for action in self.actions:
+                times.durations[action], times.lates[action] = to / len(self.actions), 0.0
+
+
+def _turns(order: Order, actions: Mapping[Name, Ran]) -> Iterator[_Turn]:
+    kinds, _, stages, *_ = zip(*actions, strict=True)
+    holders, times = [each.rank for each in actions.values()], order.times
+    for slot in order.turns:
+        took = sum(times.durations[action] + times.lates[action] for action in slot)
+        yield _Turn(holders[slot[0]], "pair" if len(slot) > 1 else kinds[slot[0]], stages[slot[0]], slot, took)
+
+
+def _travel_as_usual(order: Order) -> None:
+    """Let a value that was there before its rank was idle, and waited for it, travel as long as others do."""
+    lags = order.times.lags
+    usual = median([lags[travel] for travel, idle in order.travels.items() if idle] or [0.0])
+    for travel, idle in order.travels.items():
+        if not idle:
+            lags[travel] = min(lags[travel], usual)
+    order.be_late()
+
+
+def _usual(others: Iterable[_Turn], measured: bool) -> dict[str, float]:
+    """Return how long each kind of action usually took; on a measured first stage nothing is split, and `W` is `B`."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for turn in others:
+        if not (measured and turn.stage == 0 and turn.kind in HALVES):
+            found[turn.kind].append(turn.took)
+    return {kind: median(took) for kind, took in found.items()}

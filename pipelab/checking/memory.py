@@ -191,3 +191,7 @@ def _sizes(name: str, value: Any) -> int | tuple[int, ...]:
         raise CostError(f"{name}={shorten(value)}: expected numbers of bytes, {FINITE}")
     whole = tuple(round(size or 0) for size in sizes)
     return whole if several else whole[0]
+
+
+ACTIVATIONS = Memory(activations=1)
+"""What counts activations instead of bytes."""

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, pairwise, repeat
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
-from pipelab.checking.memory import Memory
+from pipelab.checking.memory import ACTIVATIONS, Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.order import Link, Network, traverse, units
@@ -69,7 +69,7 @@ class Work:
         held: for each rank, what it holds: from the start of which job on, until the end of which one (`None`: of the
             step), and how much: one activation, or bytes.
         gradients: for each rank, the bytes of each stage's gradients, held from the first of some jobs on.
-        memory: what a stage takes, if bytes are counted.
+        memory: what a stage takes.
         lines: jobs of one kind and stage, of micro-batches that are all alike. They may be assumed to run in this
             order: whichever micro-batch comes first can be given the first one's name.
     """
@@ -78,13 +78,13 @@ class Work:
     jobs: tuple[Job, ...]
     held: tuple[tuple[Held, ...], ...]
     gradients: tuple[tuple[tuple[tuple[int, ...], int], ...], ...]
-    memory: Memory | None
+    memory: Memory
     lines: tuple[tuple[int, ...], ...]
 
     def rooms(self, caps: Sequence[int]) -> list[int]:
         """Return how much of `held`, and of gradients, fits on each rank beside what is always there."""
         bound = self.plan.bound
-        rooms = [cap - (sum(self.memory.always(bound, rank)) if self.memory else 0) for rank, cap in enumerate(caps)]
+        rooms = [cap - sum(self.memory.always(bound, rank)) for rank, cap in enumerate(caps)]
         for rank, (room, held) in enumerate(zip(rooms, self.held, strict=True)):
             if room < (most := max((size for *_, size in held), default=0)):
                 left = f"beside weights and optimizer's state it has no room for {most:,} bytes"
@@ -230,6 +230,9 @@ def _laid_out(
     plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
 ) -> Work:
     bound, jobs, job_of = plan.bound, list[Job](), dict[int, int]()
+    if memory is not None and ("U" in bound.codes.kinds or bound.moves):
+        raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
+    memory = memory or ACTIVATIONS
     for both in units(_order(plan, paired), paired):
         code = both[0]
         needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
@@ -266,19 +269,15 @@ def _lines(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) ->
     yield from (line for line in lines if len(line) > 1 and bound.rank_of[line[0]] != NO_RANK)
 
 
-def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory | None) -> Iterator[Held]:
+def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory) -> Iterator[Held]:
     """Yield what a rank holds: of a micro-batch on a stage, what was added last is freed first."""
-    codes, stacks = bound.codes, defaultdict[int, list[tuple[int, int]]](list)
-    if memory is not None and ("U" in codes.kinds or bound.moves):
-        raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
-    changes = repeat(None) if memory is None else memory.changes(bound, rank)
-    for code, change in zip(bound.rows[rank], changes, strict=False):
-        more, less = int(codes.holds[code]), int(codes.releases[code])
-        if change is not None:
-            more, less = change.activations + change.outputs, change.freed
-        stack = stacks[-1 if codes.collective[code] else codes.slot[code]]
-        if more:
-            stack.append((job_of[code], more))
+    codes, stacks = bound.codes, defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    for code, change in zip(bound.lists[rank], memory.changes(bound, rank), strict=True):
+        if not bound.computes(code):
+            continue
+        stack, less = stacks[codes.microbatch[code], codes.stage[code]], change.freed
+        if change.activations or change.outputs:
+            stack.append((job_of[code], change.activations + change.outputs))
         while less:
             made, size = stack.pop()
             if size > less:
@@ -289,12 +288,12 @@ def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory
 
 
 def _gradients_on(
-    bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory | None
+    bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    codes, row = bound.codes, bound.rows[rank]
-    for first, change in zip(row, memory.changes(bound, rank), strict=True) if memory else ():
+    codes = bound.codes
+    for first, change in zip(bound.lists[rank], memory.changes(bound, rank), strict=True):
         if change.gradients:
-            own = (code for code in row if codes.stage[code] == codes.stage[first])
+            own = (code for code in bound.rows[rank] if codes.stage[code] == codes.stage[first])
             yield tuple(job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
 
 

@@ -90,9 +90,10 @@ def _halves(
 
 
 def _ratio(split: Any) -> float:
-    if isinstance(split, bool) or not isinstance(split, (int, float)):
+    ratio = None if isinstance(split, bool) else finite(split)
+    if ratio is None and not isinstance(split, (int, float)):
         raise TypeError(f"split={shorten(split)}: expected the ratio (I + W) / B, or a trace with split backwards")
-    if not (ratio := finite(split)):
+    if not ratio:
         raise CostError(f"split={split}: expected a ratio (I + W) / B above 0, such as 1.1")
     return ratio
 

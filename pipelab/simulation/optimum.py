@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor, lcm
+from itertools import chain
+from math import ceil, floor, inf, lcm
+from operator import le
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelab.checking.memory import Memory
+from pipelab.checking.memory import ACTIVATIONS, Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
-from pipelab.simulation.bounds import Work, lower_bound, work_of
+from pipelab.simulation.bounds import Held, Work, lower_bound, work_of
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost, as_cost
 
@@ -147,49 +149,53 @@ def optimum(
 
 def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Iterator[Trace]:
     """Yield orders within the caps that need no solver: the plan's own, two policies, one micro-batch after another."""
-    codes, rooms = work.plan.bound.codes, None if caps is None else work.rooms(caps)
-    for rank, (held, room) in enumerate(zip(work.held, rooms or (), strict=False)):
-        visits = Counter[int]()
-        for code, size in ((work.jobs[made].codes[0], size) for made, _, size in held):
-            visits[codes.microbatch[code]] += size * codes.forward[code]
-        if caps is not None and room < max(visits.values(), default=0):
-            microbatch, least = visits.most_common(1)[0]
-            what = "activations" if work.memory is None else "bytes"
-            raise UsageError(
-                f"memory_cap={caps[rank]} on rank {rank}: no order keeps it, because micro-batch {microbatch} alone "
-                f"has {least} {what} there\n  try: a cap of at least {least + caps[rank] - room}"
-            )
-
-    def orders() -> Iterator[Plan]:
-        yield work.plan
-        network, lags = work.network(work.edges(rooms))
-        tails = network.rests([job.time for job in work.jobs], lags)
-        backward = [codes.traits(job.codes[0]).backward for job in work.jobs]
-        for urgency in (tails, list(zip(backward, tails, strict=True))):
-            if (order := _dispatched(work, rooms, urgency)) is not None:
-                yield _in_order(work, order)
-        if caps is not None and all(len(job.codes) == 1 for job in work.jobs):
-            yield _in_order(work, range(len(work.jobs)))
-
+    rooms = None if caps is None else work.rooms(caps)
+    if rooms is not None and caps is not None:
+        _require_room(work, rooms, caps)
     fits = False
-    for trace in (simulate(order, cost) for order in orders()):
-        if caps is None or all(peak <= cap for peak, cap in zip(_peaks(work, trace), caps, strict=True)):
+    for trace in (simulate(order, cost) for order in _orders(work, rooms)):
+        if caps is None or all(map(le, _peaks(work, trace.plan), caps)):
             fits = True
             yield trace
     if not fits:
-        holds = list(_peaks(work, simulate(work.plan, cost)))
         raise UsageError(
-            f"memory_cap={list(caps or [])}: the plan holds {holds}, and no order was found "
+            f"memory_cap={list(caps or [])}: the plan holds {_peaks(work, work.plan)}, and no order was found "
             "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"
             "  try: a higher cap, or a cost without pair"
         )
 
 
-def _peaks(work: Work, trace: Trace) -> Sequence[int]:
+def _require_room(work: Work, rooms: Sequence[int], caps: Sequence[int]) -> None:
+    """Refuse caps under which a rank has no room for a single micro-batch."""
+    codes = work.plan.bound.codes
+    for rank, (held, room) in enumerate(zip(work.held, rooms, strict=True)):
+        visits = Counter[int]()
+        for code, size in ((work.jobs[made].codes[0], size) for made, _, size in held):
+            visits[codes.microbatch[code]] += size * codes.forward[code]
+        for microbatch, least in visits.most_common(1):
+            if room < least:
+                what = "activations" if work.memory is ACTIVATIONS else "bytes"
+                raise UsageError(
+                    f"memory_cap={caps[rank]} on rank {rank}: no order keeps it, because micro-batch {microbatch} "
+                    f"alone has {least} {what} there\n  try: a cap of at least {least + caps[rank] - room}"
+                )
+
+
+def _orders(work: Work, rooms: Sequence[int] | None) -> Iterator[Plan]:
+    yield work.plan
+    network, lags = work.network(work.edges(rooms))
+    tails = network.rests([job.time for job in work.jobs], lags)
+    backward = [work.plan.bound.codes.traits(job.codes[0]).backward for job in work.jobs]
+    for urgency in (tails, list(zip(backward, tails, strict=True))):
+        if (order := _dispatched(work, rooms, urgency)) is not None:
+            yield _in_order(work, order)
+    if rooms is not None and all(len(job.codes) == 1 for job in work.jobs):
+        yield _in_order(work, range(len(work.jobs)))
+
+
+def _peaks(work: Work, plan: Plan) -> list[int]:
     """Return the most activations, or bytes, that each rank of a plan holds."""
-    if work.memory is None:
-        return trace.peak_activations
-    return [max(work.memory.held(trace.plan.bound, rank), default=0) for rank in range(trace.ranks)]
+    return [max(work.memory.held(plan.bound, rank), default=0) for rank in range(plan.ranks)]
 
 
 def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any]) -> list[int] | None:
@@ -199,17 +205,10 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
     """
     jobs, edges = work.jobs, work.edges(None)
     lacks = Counter(after for _, after, _ in edges)
-    later: list[list[tuple[int, float]]] = [[] for _ in jobs]
+    later = defaultdict[int, list[tuple[int, float]]](list)
     for before, after, lag in edges:
         later[before].append((after, lag))
-    more, less = Counter[int](), Counter[int]()
-    for made, released, size in (each for held in work.held if rooms is not None for each in held):
-        more[made] += size
-        if released is not None:
-            less[released] += size
-    room = [0] * work.plan.ranks
-    for rank, most in enumerate(rooms or ()):
-        room[rank] = most - sum(size for _, size in work.gradients[rank])
+    room = _Room(work, rooms)
     free = [0.0] * work.plan.ranks
     earliest = [0.0] * len(jobs)
     ready = {index for index in range(len(jobs)) if not lacks[index]}
@@ -218,26 +217,48 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
         starts = {
             index: max(earliest[index], *(free[rank] for rank in jobs[index].ranks))
             for index in ready
-            if not more[index] or more[index] <= room[jobs[index].ranks[0]] or less[index]
+            if room.has(index)
         }
         if not starts:
             return None
         now = min(starts.values())
-        index = max(
-            (index for index, start in starts.items() if start == now), key=lambda index: (urgency[index], -index)
-        )
+        first = (index for index, start in starts.items() if start == now)
+        index = max(first, key=lambda index: (urgency[index], -index))
         ready.remove(index)
         order.append(index)
+        room.take(index)
         end = now + jobs[index].time
         for rank in jobs[index].ranks:
             free[rank] = end
-        room[jobs[index].ranks[0]] += less[index] - more[index]
         for after, lag in later[index]:
             earliest[after] = max(earliest[after], end + lag)
             lacks[after] -= 1
             if not lacks[after]:
                 ready.add(after)
     return order
+
+
+class _Room:
+    """How much room is left on each rank."""
+
+    def __init__(self, work: Work, rooms: Sequence[int] | None) -> None:
+        self._rank = [job.ranks[0] for job in work.jobs]
+        self._more, self._less = Counter[int](), Counter[int]()
+        self._left = [inf] * work.plan.ranks
+        for rank, most in enumerate(rooms or ()):
+            self._left[rank] = most - sum(size for _, size in work.gradients[rank])
+        for made, released, size in chain.from_iterable(work.held):
+            self._more[made] += size
+            if released is not None:
+                self._less[released] += size
+
+    def has(self, job: int) -> bool:
+        """Whether a job adds nothing, fits, or frees something."""
+        more = self._more[job]
+        return not more or more <= self._left[self._rank[job]] or bool(self._less[job])
+
+    def take(self, job: int) -> None:
+        self._left[self._rank[job]] += self._less[job] - self._more[job]
 
 
 class _Program:
@@ -267,18 +288,8 @@ class _Program:
         spans = [model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, times, strict=True)]
         for rank in range(work.plan.ranks):
             model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
-        for held, gradients, room in zip(work.held, work.gradients, rooms or (), strict=False):
-            spans_of = [(self.starts[made], last if to is None else ends[to], size) for made, to, size in held]
-            for first, size in gradients:
-                begin = model.new_int_var(0, last, "")
-                model.add_min_equality(begin, [self.starts[job] for job in first])
-                spans_of.append((begin, last, size))
-            sizes = [size for *_, size in spans_of]
-            if room < sum(sizes):
-                kept = [
-                    model.new_interval_var(start, model.new_int_var(0, last, ""), end, "") for start, end, _ in spans_of
-                ]
-                model.add_cumulative(kept, sizes, room)
+        for rank, room in enumerate(rooms or ()):
+            self._keep(room, ends, last, work.held[rank], work.gradients[rank])
         begun: dict[int, float] = {}
         for row, starts in zip(best.plan.bound.rows, best.starts, strict=True):
             begun.update(zip(row, starts, strict=True))
@@ -286,6 +297,21 @@ class _Program:
             model.add_hint(start, round(begun[job.codes[0]] / tick))
         model.add_hint(makespan, round(best.makespan / tick))
         model.minimize(makespan)
+
+    def _keep(
+        self, room: int, ends: list[Any], last: int, held: Sequence[Held], gradients: Sequence[tuple[Any, int]]
+    ) -> None:
+        """Let a rank never hold more than there is room for."""
+        model = self.model
+        spans = [(self.starts[made], last if to is None else ends[to], size) for made, to, size in held]
+        for first, size in gradients:
+            begin = model.new_int_var(0, last, "")
+            model.add_min_equality(begin, [self.starts[job] for job in first])
+            spans.append((begin, last, size))
+        sizes = [size for *_, size in spans]
+        if room < sum(sizes):
+            kept = [model.new_interval_var(start, model.new_int_var(0, last, ""), end, "") for start, end, _ in spans]
+            model.add_cumulative(kept, sizes, room)
 
     def solve(self, seconds: float) -> tuple[list[int], float]:
         """Return the jobs in the best order found, none if none was, and a lower bound in the cost's unit."""

@@ -101,8 +101,8 @@ class Table:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format. Return the path.
 
-        `csv` has all values in full, one line for each row; `txt`, `md`, `tex` and `html` have what readers see (`tex`
-        needs the package booktabs); `png`, `svg` and `pdf` are the plot.
+        `csv` has all values in full, one line for each row; `txt`, `md` and `html` have what readers see;
+        `png`, `svg` and `pdf` are the plot.
 
         Raises:
             FormatError: if the suffix is another one.

@@ -255,7 +255,7 @@ def hw3(
 
 
 SaveWords = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="a file with the table: csv md tex html txt; repeatable")
+    list[Path] | None, typer.Option("--save", "-o", help="a file with the table: csv md html txt; repeatable")
 ]
 SaveFigures = Annotated[
     list[Path] | None,

@@ -184,14 +184,14 @@ def frontier(
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="workers of the pipeline")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", min=1, help="slices of the batch")] = 8,
     save: Annotated[
-        Path | None, typer.Option("--save", "-o", help="a file: svg for the picture; csv md tex html txt")
+        Path | None, typer.Option("--save", "-o", help="a file: svg for the picture; csv md html txt")
     ] = None,
 ) -> None:
     """Search for the smallest bubble that each memory buys.
 
     Building blocks beside all schedules, at forward 1, backward 2; other costs: pipelab.frontier.
     """
-    require_writable([save] if save else [], ("a frontier", (".svg", ".csv", ".md", ".tex", ".html", ".txt")))
+    require_writable([save] if save else [], ("a frontier", (".svg", ".csv", ".md", ".html", ".txt")))
     found = pipelab.frontier(ranks, microbatches)
     echo(str(found))
     if save:

@@ -42,7 +42,7 @@ Save = Annotated[
     typer.Option("--save", "-o", help="a file to write: html svg png pdf json txt, or csv for the plan; repeatable"),
 ]
 SaveComparison = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv md tex; repeatable")
+    list[Path] | None, typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv md; repeatable")
 ]
 SaveFaults = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable")
@@ -50,12 +50,12 @@ SaveFaults = Annotated[
 SaveRun = Annotated[
     list[Path] | None,
     typer.Option(
-        "--save", "-o", help="a file to write: html svg png pdf txt csv md tex; for one run also json; repeatable"
+        "--save", "-o", help="a file to write: html svg png pdf txt csv md; for one run also json; repeatable"
     ),
 ]
 SaveTable = Annotated[
     list[Path] | None,
-    typer.Option("--save", "-o", help="a file to write: csv md tex html txt; png svg pdf: the plot; repeatable"),
+    typer.Option("--save", "-o", help="a file to write: csv md html txt; png svg pdf: the plot; repeatable"),
 ]
 PostingOrder = Annotated[
     Order, typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire")

@@ -39,7 +39,7 @@ TIMELINE = ("a timeline", (*draw.FORMATS[draw.TRACE], ".csv"))
 RUN = ("a run", (*draw.FORMATS[draw.COMPARISON], ".json"))
 COMPARISON, DIFF, FAULTS = ((what, list(draw.FORMATS[what])) for what in (draw.COMPARISON, draw.DIFF, draw.FAULTS))
 TABLE = ("a table", table.SUFFIXES)
-WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".tex", ".html"))
+WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".html"))
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 

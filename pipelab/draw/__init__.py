@@ -68,7 +68,7 @@ def _figures(plot: Callable[..., Axes | Figure]) -> dict[str, Writer]:
 
 
 def _tables(make: Callable[[Any], Table]) -> dict[str, Writer]:
-    return dict.fromkeys((".csv", ".md", ".tex"), lambda subject, path: make(subject).save(path))
+    return dict.fromkeys((".csv", ".md"), lambda subject, path: make(subject).save(path))
 
 
 def _json(make: Callable[[Trace], Any]) -> Writer:

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SUFFIXES", "Column", "Table"]
 
-SUFFIXES = (".csv", ".txt", ".md", ".tex", ".html", ".png", ".svg", ".pdf")
+SUFFIXES = (".csv", ".txt", ".md", ".html", ".png", ".svg", ".pdf")
 """The formats of a table; the last three are its plot."""
 
-_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "…": r"\dots{}"}
 _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <title>pipelab: a table</title>
@@ -74,7 +73,6 @@ def save(table: Table, path: str | os.PathLike[str]) -> Path:
         ".csv": _csv,
         ".txt": lambda table: text(table) + "\n",
         ".md": _markdown,
-        ".tex": _tex,
         ".html": lambda table: f"{_PAGE}{page(table)}\n",
     }
     return write(path, written[suffix](table))
@@ -83,7 +81,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> Path:
 def plot(table: Table) -> Figure:
     """Draw a table; see `Table.plot`."""
     if table.axes is None or not table.rows:
-        raise UsageError("this table has nothing to plot: save it as .csv, .md, .tex, .html or .txt")
+        raise UsageError("this table has nothing to plot: save it as .csv, .md, .html or .txt")
     from matplotlib.figure import Figure
 
     x, ys = table.axes
@@ -181,16 +179,6 @@ def _markdown(table: Table) -> str:
     return "\n\n".join(filter(None, [table.title, *parts, *table.notes])) + "\n"
 
 
-def _tex(table: Table) -> str:
-    parts = [r"% \usepackage{booktabs}", *([_tex_cell(table.title)] if table.title else [])]
-    for heads, *rows in blocks(table):
-        first, *lines = [" & ".join(map(_tex_cell, line)) + r" \\" for line in (heads, *rows)]
-        sides = "".join("l" if place in _left(table) else "r" for place in range(len(heads)))
-        begin = rf"\begin{{tabular}}{{{sides}}}"
-        parts.append("\n".join([begin, r"\toprule", first, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}"]))
-    return "\n\n".join([*parts, *map(_tex_cell, table.notes)]) + "\n"
-
-
 def _joined(value: Any) -> Any:
     """Return a value for one cell of a CSV file: figures per rank with blanks between, no formula of a spreadsheet."""
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
@@ -204,7 +192,3 @@ def _html_table(block: list[tuple[str, ...]]) -> str:
     return (
         f"<table><thead><tr>{''.join(f'<th>{cell}</th>' for cell in heads)}</tr></thead><tbody>{body}</tbody></table>"
     )
-
-
-def _tex_cell(text: str) -> str:
-    return re.sub(r"[\\~^…&%$#_{}]", lambda found: _TEX.get(found[0], "\\" + found[0]), text)

@@ -79,8 +79,8 @@ class Comparison:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the comparison; the suffix is the format. Return the path.
 
-        `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` and `tex` hold the table as readers see it
-        (`tex` needs the package booktabs), and `csv` has all values of `rows` in full: one line per trace; a cell with
+        `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` holds the table as readers see it,
+        and `csv` has all values of `rows` in full: one line per trace; a cell with
         figures per rank separates them by blanks.
 
         Raises:

@@ -155,7 +155,7 @@ class Diff(Sequence[Change]):
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write the comparison; the suffix is the format. Return the path.
 
-        `html` is a page with both timelines, one over the other, coloured by what changed. `csv`, `md`, `tex` and `txt`
+        `html` is a page with both timelines, one over the other, coloured by what changed. `csv`, `md` and `txt`
         have the table.
 
         Raises:

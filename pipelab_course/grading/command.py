@@ -41,7 +41,7 @@ _Classroom = Annotated[
     typer.Option("--classroom50", help="write Classroom 50's result.json to this file; a failed grade exits with 0"),
 ]
 _Tables = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md tex; repeatable")
+    list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md; repeatable")
 ]
 
 
@@ -143,7 +143,7 @@ class _Files:
 
     def require_writable(self) -> None:
         """Refuse files that cannot be written."""
-        require_writable(self.tables, ("a table of grades", (".csv", ".txt", ".md", ".tex")))
+        require_writable(self.tables, ("a table of grades", (".csv", ".txt", ".md")))
         for path in filter(None, (self.json, self.classroom50)):
             files.require_writable(path)
 

@@ -97,7 +97,7 @@ def test_a_number_without_an_option_is_no_schedule(pipelab_command):
 
 
 def test_a_table_is_saved_as_a_plot_and_for_a_report(pipelab_command, folder):
-    names = [f"table.{suffix}" for suffix in ("csv", "txt", "md", "tex", "html", "svg", "png", "pdf")]
+    names = [f"table.{suffix}" for suffix in ("csv", "txt", "md", "html", "svg", "png", "pdf")]
     code, output, _ = pipelab_command(
         "compare", "gpipe", "-m", "2,4", *(word for name in names for word in ("-o", name))
     )
@@ -108,4 +108,4 @@ def test_a_table_is_saved_as_a_plot_and_for_a_report(pipelab_command, folder):
 def test_a_table_is_no_trace(pipelab_command, folder):
     code, _, error = pipelab_command("compare", "gpipe", "-m", "2,4", "-o", "table.json")
     assert code == 1
-    assert "use one of .csv .txt .md .tex .html .png .svg .pdf" in error
+    assert "use one of .csv .txt .md .html .png .svg .pdf" in error

@@ -48,9 +48,6 @@ def test_what_a_row_marks_ends_in_a_star_for_readers_and_is_named_in_a_csv_file(
 
 def test_letters_with_a_meaning_are_escaped(tmp_path):
     assert r"c\|\<d>" in LONG.save(tmp_path / "t.md").read_text()
-    tex = LONG.save(tmp_path / "t.tex").read_text()
-    assert r"a\_b & 2 & 30 & 50.0 \% \\" in tex
-    assert r"50 \% is much." in tex
     assert "c|&lt;d&gt;" in LONG._repr_html_()
     assert LONG._repr_html_() in LONG.save(tmp_path / "t.html").read_text()
     assert "\x1b" not in str(pipelab.Table([{"name": "\x1b[31m"}], [pipelab.Column("name")]))
@@ -61,7 +58,6 @@ def test_words_are_set_flush_left_where_a_column_says_so(tmp_path):
     table = pipelab.Table(rows, [pipelab.Column("n"), pipelab.Column("why", left=True), pipelab.Column("t")])
     assert str(table).splitlines() == ["n   why         t", "1   a         3.0", "22  because  10.0"]
     assert "| --- | --- | --: |" in table.save(tmp_path / "t.md").read_text()
-    assert r"\begin{tabular}{llr}" in table.save(tmp_path / "t.tex").read_text()
 
 
 def test_a_plot_has_one_line_for_each_name_and_leaves_gaps_out():

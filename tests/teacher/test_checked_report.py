@@ -201,7 +201,7 @@ def test_a_part_of_a_row_that_is_right_is_counted():
 
 
 def test_the_command_prints_and_saves_every_claim(pipelab_command, folder):
-    names = [f"claims.{suffix}" for suffix in ("csv", "md", "tex", "html", "txt")]
+    names = [f"claims.{suffix}" for suffix in ("csv", "md", "html", "txt")]
     saved = [word for name in names for word in ("-o", name)]
     code, output, error = pipelab_command("lab", "report", *saved, "--save-figures", "figures.svg")
     assert code == 0, error

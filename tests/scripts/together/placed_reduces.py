@@ -23,7 +23,7 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     ours = {name: gradient for name, gradient in plain.taken(model).items() if gradient is not None}
 
 short = pipelab.replicate(placing.ReducesEarly(2, 1), 2).plan()
-with Pipeline(pipelab.emulated(4, 2, 20, all_reduce_ms=200), short, mse, engine="torch", timeout=60) as pipe:
+with Pipeline(pipelab.emulated(4, 2, 20, all_reduce_ms=1000), short, mse, engine="torch", timeout=60) as pipe:
     trace = pipe.step(torch.ones(2, 1), torch.ones(2, 1)).trace
 say(
     case="placed reduces",

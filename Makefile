@@ -80,7 +80,7 @@ mutants: .venv/dev.stamp ## change pipelab at random and see whether its tests n
 LIGHT_FOLDERS = plan checking catalogue simulation trace draw challenges
 LIGHT_TESTS = $(LIGHT_FOLDERS:%=tests/%) $(LIGHT_FOLDERS:%=pipelab/%) pipelab/schedule.py tests/test_schedule.py \
 	tests/test_replication.py tests/test_layers.py tests/test_errors.py tests/cli $(patsubst %,--ignore=tests/%, \
-	cli/test_run.py cli/test_files.py plan/test_strangers.py)
+	cli/test_run.py cli/test_files.py cli/test_demo.py plan/test_strangers.py)
 LIGHT_NEEDS = networkx graphviz matplotlib rich typer ortools protobuf jsonschema hypothesis pytest pytest-timeout pytest-xdist
 
 PYTHON_VERSION = $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")

@@ -28,7 +28,7 @@ class Dies(nn.Module):
 
 
 stages = [nn.Sequential(nn.Linear(6, 6), Dies()) for _ in range(3)]
-plan, timeout = pipelab.OneFOneB(3, 4), 2 if hangs else 60
+plan, timeout = pipelab.OneFOneB(3, 4), 6 if hangs else 60
 with pipelab.Pipeline(stages, plan, nn.functional.mse_loss, engine="torch", timeout=timeout) as pipe:
     for _ in range(4):
         pipe.step(*plain.batch(8))

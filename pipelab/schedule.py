@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -419,11 +419,12 @@ def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_look
     bound = with_reduces(plan.bound, every_stage=True)
     rows: list[list[Item]] = []
     for rank, ahead in enumerate(lookaheads(unshard_lookahead, plan.ranks, most)):
-        items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
-        moves = residence(bound, [each for each in items if not bound.codes.collective[each[0]]], most, ahead)
+        items = list(map(tuple, units(bound.lists[rank], bound.pairs)))
+        gathered = [bound.computes(first) and not bound.codes.collective[first] for first, *_ in items]
+        moves = residence(bound, list(compress(items, gathered)), most, ahead)
         rows.append([])
-        for item, written in zip(items, bound.items(rank), strict=True):
-            if not bound.codes.collective[item[0]]:
+        for needs_weights, written in zip(gathered, bound.items(rank), strict=True):
+            if needs_weights:
                 rows[-1] += _moves(next(moves))
             rows[-1].append(written)
         rows[-1] += _moves(next(moves))

@@ -223,3 +223,12 @@ def test_a_difference_that_comes_from_gathers_is_called_so():
     found = pipelab.diff(simulate(plan), simulate(plan, Cost(gather=1)))
     assert found.parts == {"moves": found.longer}
     assert {str(each.action) for each in found if each.effects} == {"0UNSHARD", "2UNSHARD", "1UNSHARD"}
+
+
+@pytest.mark.parametrize("kind", [pipelab.BPipe, pipelab.PipeOffload])
+def test_gathers_are_written_into_plans_that_send_activations_away(kind):
+    plan = kind(4, 8).plan()
+    sharded = pipelab.with_gathers(plan)
+    assert pipelab.check(sharded) == []
+    for row, gathered in zip(plan.rows, sharded.rows, strict=True):
+        assert [item for item in gathered if item.kind not in ("UNSHARD", "RESHARD", "R")] == list(row)

@@ -78,12 +78,12 @@ if TYPE_CHECKING:
     from pipelab.catalogue.recomputation import with_recompute
     from pipelab.checking.checker import check
     from pipelab.checking.memory import Memory
-    from pipelab.engine.device.devices import devices
+    from pipelab.engine.device import devices
     from pipelab.engine.emulation import emulated
+    from pipelab.engine.engine import Step
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
     from pipelab.engine.stage.slices import cached
-    from pipelab.engine.step import Step
     from pipelab.engine.verify.diagnose import diagnose
     from pipelab.errors import (
         BatchError,

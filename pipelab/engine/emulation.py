@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from pipelab.engine.device.clocks import here, since
+from pipelab.engine.device import here, since
 from pipelab.engine.stage.autograd import will_run
 from pipelab.errors import CostError, require_size
 

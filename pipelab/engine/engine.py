@@ -1,27 +1,33 @@
-"""The protocol between a pipeline and its engine."""
+"""What a pipeline asks of its engine; and one step of the ranks in this process: its state, an action, the result."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.device import RankDevice, RankStream, StepClock, here
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.batch import Cut, Part, Reduction
+from pipelab.engine.stage.batch import Cut, Part, Reduction, join
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
+from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.updates import MakeOptimizer, UpdatingStage
-from pipelab.engine.step import StepState
+from pipelab.errors import EngineError, StageError
+from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
+from pipelab.trace.events import Event
+from pipelab.trace.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +129,229 @@ class Assembly:
 
 Start = Callable[[Plan, Stages, Settings], Engine]
 """Starts an engine: places the stages on their devices and prepares the plan."""
+
+
+# ── One step of the ranks in this process ─────────────────────────────────────────────────────────────────────────────
+
+Act = Callable[[int, Any, dict[int, Any], Any], Any]
+"""The method of a stage that runs an action: of micro-batch, input, `kept` and loss; it returns the output."""
+
+
+@dataclass(slots=True)
+class RankState:
+    """How far one rank is in a step."""
+
+    rank: int
+    actions: Sequence[Action]  # the rank's actions, in order; of an evaluation, the forwards
+    stream: RankStream
+    kept: dict[int, dict[int, Any]]  # per stage, what forwards store for their backwards
+    begun: list[Any] = field(default_factory=list)  # the clock at the start of each action
+    ended: list[Any] = field(default_factory=list)  # the clock at the end of each action
+    moves: list[Sequence[Any]] = field(default_factory=list)  # the same two of each gather and free, if measured
+    position: int = 0  # how many actions are done
+    computing: bool = False  # whether the next one is running
+
+
+@dataclass(slots=True)
+class StepState:
+    """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind."""
+
+    inputs: list[Any]  # the batch, per micro-batch
+    loss: Loss | None  # `None` for an evaluation
+    watch_nan: bool  # whether to look for NaN and infinity after every action
+    caller: CallerContext  # the caller's autocast and hooks on saved tensors, which the workers apply too
+    ranks: Sequence[RankState] = ()  # the ranks that run in this process
+    outputs: list[Any] = field(default_factory=list)  # per micro-batch, the model's output
+    outputs_on: Sequence[int] | None = None  # the ranks whose processes have outputs; `None` if all are here
+    clocks: Sequence[StepClock] = ()  # per rank, the clock that converts its readings into times
+    travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
+    note: str = ""  # a remark for readers of the trace
+    joined: Callable[[list[Any]], Any] = join
+
+    def __post_init__(self) -> None:
+        self.outputs = [None] * len(self.inputs)
+
+    @property
+    def has_added(self) -> bool:
+        """Whether an action that adds to the gradients of parameters has begun."""
+        begun = (action.traits for each in self.ranks for action in each.actions[: each.position + each.computing])
+        return any(each.weight_grad or each.collective for each in begun)
+
+
+def run_action(
+    step: StepState, rank: RankState, stage: Stage, action: Action, act: Act, microbatch: int, given: Any
+) -> Any:
+    """Run a rank's next action between two readings of its clock; return its output for another stage.
+
+    Backwards and updates run outside of the caller's autocast, as in plain training.
+    """
+    kept, mark = rank.kept[stage.index], rank.stream.mark
+    had_nan = step.watch_nan and _batch_has_nan(action, stage, given)
+    rank.computing = True
+    here.began = mark()
+    rank.begun.append(here.began)
+    if step.caller.autocast and action.traits.in_flight <= 0:
+        with step.caller.autocast_off():
+            made = act(microbatch, given, kept, step.loss)
+    else:
+        made = act(microbatch, given, kept, step.loss)
+    rank.ended.append(mark())
+    if step.watch_nan:
+        named = rank.actions[rank.position]  # as the whole plan numbers it
+        value = None if step.loss is None or action.traits.collective else step.loss.values[microbatch]
+        _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
+    rank.computing = False
+    rank.position += 1
+    return made
+
+
+def describe(plan: Plan, rank: RankState, line: str = "", absent: Collection[int] = ()) -> str:
+    """Return what a rank is doing, or waiting for, as in "rank 0 was running 1F0 (stage 1, position 0)".
+
+    `line` is the line that its thread runs, if known; `absent` are the ranks that have not reached an all-reduce.
+    """
+    if rank.position >= len(rank.actions):
+        return "is done"
+    action = rank.actions[rank.position]
+    place = f"{action} (stage {action.stage}, position {rank.position})"
+    if rank.computing:
+        return f"was running {place}{line}"
+    if absent:
+        return f"waits, before {place}, for rank {', '.join(map(str, sorted(absent)))} to come to it too"
+    awaited = awaited_action(plan, rank)
+    if awaited is None:
+        return f"was about to run {place}"
+    value, giver, on = awaited
+    return f"waits, before {place}, for {value}, given by {giver} on rank {on}"
+
+
+def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | None:
+    """Return what a rank's next action needs from another rank, the action that gives it, and on which rank."""
+    bound = plan.bound
+    codes = bound.codes
+    for value in codes.needs(codes.code(rank.actions[rank.position])):
+        giver = bound.giver_of[value]
+        if bound.rank_of[giver] != rank.rank:
+            return codes.value_name(value), codes.action(giver), bound.rank_of[giver]
+    return None
+
+
+class Step:
+    """The result of one step.
+
+    Attributes:
+        loss: the loss of the whole batch, a tensor without dimensions or history.
+    """
+
+    def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
+        self.loss = loss
+        self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
+        self._times = [[*zip(each.begun, each.ended, strict=True), *each.moves] for each in state.ranks]
+        self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
+        self._plan = plan
+        self._labels = labels
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The model's outputs for the whole batch, rows in the batch's order, without history.
+
+        With `engine="torch"` only the process of the last stage has them; `Pipeline.forward` sends them to all.
+        """
+        if self._outputs_on is not None and any(piece is None for piece in self._outputs):
+            ranks = f"rank{'s' if len(self._outputs_on) > 1 else ''} {', '.join(map(str, self._outputs_on))}"
+            raise EngineError(
+                f"the outputs of a step are on {ranks} only, which holds the last stage\n"
+                "  try: pipe.forward(x), which sends them to every process"
+            )
+        return self._joined(self._outputs)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """When each action started and ended, in milliseconds since the step began; measured in the workers."""
+        readings = [
+            clock.nanoseconds([mark for both in times for mark in both])
+            for clock, times in zip(self._clocks, self._times, strict=True)
+        ]
+        origin = min((min(marks) for marks in readings if marks), default=0)
+        times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
+        bound, travel = self._plan.bound, self._travel()
+        of_rows = [2 * len(row) for row in bound.rows]
+        starts, ends = ([each[half:many:2] for each, many in zip(times, of_rows, strict=True)] for half in (0, 1))
+        moved = [time for each, many in zip(times, of_rows, strict=True) for time in each[many:]]
+        moves = zip(bound.moves, moved[::2], moved[1::2], strict=False)  # in threads, none are measured
+        return Trace(
+            self._plan,
+            starts,
+            ends,
+            "ms",
+            "measured",
+            delay=(lambda value: travel.get(value, 0.0)) if travel else None,
+            moves=[Event(move.rank, move.action, start, end) for move, start, end in moves],
+            lanes=self._labels,
+            note=self._note,
+        )
+
+    @cached_property
+    def clock_error_ms(self) -> float:
+        """The largest error between the trace's times on two devices, in milliseconds; 0 if all ranks share a clock.
+
+        Ranks on one GPU do: its events are compared with one another.
+        """
+        if len(set(self._clocks)) == 1:
+            return 0.0
+        _ = self.trace  # by its last event a clock knows how far it may have drifted
+        errors = sorted(clock.error_ns for clock in set(self._clocks))
+        return sum(errors[-2:]) / 1e6
+
+    def __repr__(self) -> str:
+        return f"Step(loss={float(self.loss):g})"
+
+
+# ── NaN and infinity in an action's output ────────────────────────────────────────────────────────────────────────────
+
+
+def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
+    """Return whether the batch has NaN already, before the first stage writes into it."""
+    return action.traits.forward and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
+
+
+def _refuse_nan(
+    rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
+) -> None:
+    if action.traits.forward:
+        looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
+    else:
+        named = ((stage.names.get(name, name), each) for name, each in stage.module.named_parameters())
+        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in named)]
+    for what, value in looked_at:
+        found = _found(value)
+        if found is not None:
+            kind, tensor = found
+            of_microbatch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
+            raise StageError(
+                f"{action} on rank {rank} made {kind}: the {what} of stage {stage.index}"
+                f"{of_microbatch}, shape {tuple(tensor.shape)}, is not finite{_source(action, stage, had_nan=had_nan)}",
+                rank,
+                stage.index,
+                str(action),
+            )
+
+
+def _found(value: Any) -> tuple[str, torch.Tensor] | None:
+    """Return `"NaN"` or `"infinity"`, and the first tensor that has it."""
+    for tensor in tensors_of(value):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return ("NaN" if bool(torch.isnan(tensor).any()) else "infinity"), tensor
+    return None
+
+
+def _source(action: Action, stage: Stage, *, had_nan: bool) -> str:
+    """Return whether a forward's NaN was in the batch or in a parameter before."""
+    if had_nan:
+        return f"\n  there was NaN in its input: in the rows of x of micro-batch {action.microbatch}"
+    if action.traits.forward:
+        for name, parameter in stage.module.named_parameters():
+            if bool(parameter.isnan().any()):
+                full = stage.names.get(name, name)
+                return f"\n  there was NaN in {full} of stage {stage.index} before: look at the step before this one"
+    return ""

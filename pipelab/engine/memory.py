@@ -15,14 +15,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from pipelab.checking.memory import Memory
-from pipelab.engine.engine import Assembly
+from pipelab.engine.engine import Assembly, Step
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
 from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import restored
 from pipelab.engine.stage.split_backward import Branch
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.step import Step
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.errors import UsageError
 from pipelab.plan.actions import Action

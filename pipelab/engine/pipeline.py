@@ -15,8 +15,8 @@ from torch import nn
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.checking.memory import Memory
-from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.engine import Assembly, Settings, Start
+from pipelab.engine.device import RankDevice
+from pipelab.engine.engine import Assembly, Settings, Start, Step, StepState
 from pipelab.engine.memory import alone_on_ranks, stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
@@ -32,7 +32,6 @@ from pipelab.engine.stage.loss import (
 )
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.stage.updates import MakeOptimizer
-from pipelab.engine.step import Step, StepState
 from pipelab.engine.threads import ThreadsEngine
 from pipelab.engine.torchrun.start import start
 from pipelab.engine.verify.verify import Verification, verify

@@ -36,11 +36,9 @@ from typing import Any
 
 import torch
 
-from pipelab.engine.device.clocks import HOST
-from pipelab.engine.device.devices import rank_devices
-from pipelab.engine.device.streams import RankStream, begin, finish, rank_streams
+from pipelab.engine.device import RankStream, begin, finish, rank_devices, rank_streams
 from pipelab.engine.emulation import emulate_all_reduce
-from pipelab.engine.engine import Engine, Settings
+from pipelab.engine.engine import Act, Engine, RankState, Settings, StepState, describe, run_action
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.checkpoint_rng import Generators, watched
@@ -50,7 +48,6 @@ from pipelab.engine.stage.replicas import Runners
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.stage.updates import UpdatingStage
-from pipelab.engine.step import Act, RankState, StepState, describe, run_action
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError
 from pipelab.plan.actions import Action
@@ -86,7 +83,6 @@ class ThreadsEngine(Engine):
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
-        self._on_gpus = any(stream.receive is not None for stream in self.streams)
         self._generators = Generators(on, recomputed="C" in plan.bound.kinds)
         first = watched(self.runners.of, on, self._generators)
         self._rows = instructions(plan.bound, self.runners.of, first, self.streams, backward=True)
@@ -113,7 +109,7 @@ class ThreadsEngine(Engine):
             self._generators.begin()
         step = ThreadsStep(inputs, loss, watch_nan, caller)
         step.begin(self._forward_rows if loss is None else self._rows, self.streams)
-        step.clocks = begin(self.streams) if self._on_gpus else [HOST] * len(self.streams)
+        step.clocks = begin(self.streams)
         late = {worker: rank for rank, worker in enumerate(self._workers) if not worker.idle.is_set()}
         if late:  # a step before was interrupted twice
             self._replace(late, _GRACE_SECONDS)
@@ -138,8 +134,7 @@ class ThreadsEngine(Engine):
             del failed  # the error must not hold itself: with it, it would hold the step's tensors
             remark = self._halt(step, running, _GRACE_SECONDS)
             raise self._explained(step, rank, error, remark)
-        if self._on_gpus:
-            finish(self.streams, [step.outputs, [] if loss is None else loss.values])
+        finish(self.streams, [step.outputs, [] if loss is None else loss.values])
         if loss is not None:
             self._generators.moved()
         return step
@@ -178,9 +173,8 @@ class ThreadsEngine(Engine):
         step.values.clear()
         for each in step.ranks:
             each.kept.clear()
-        if self._on_gpus:
-            with suppress(RuntimeError):  # a GPU that failed may say so here once more
-                finish(self.streams)  # what the ranks have launched goes on: the caller's zero_grad() must come after
+        with suppress(RuntimeError):  # a GPU that failed may say so here once more
+            finish(self.streams)  # what the ranks have launched goes on: the caller's zero_grad() must come after
         if not given_up:
             return PARTIAL if step.has_added else ""
         return (

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import fx, nn
 
-from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.device import RankDevice
 from pipelab.errors import PipelabError, StageError
 from pipelab.plan.fault import students_line
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from pipelab.engine.device.devices import RankDevice
-from pipelab.engine.device.streams import begin, finish, rank_streams
-from pipelab.engine.engine import Engine, Settings
+from pipelab.engine.device import RankDevice, begin, finish, rank_streams
+from pipelab.engine.engine import Engine, RankState, Settings, StepState, describe
 from pipelab.engine.model.split import Stages
 from pipelab.engine.model.unmade import room_for
 from pipelab.engine.stage.batch import Part
@@ -30,7 +29,6 @@ from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, te
 from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.tied import Tied, accumulate
-from pipelab.engine.step import RankState, StepState, describe
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
 from pipelab.engine.torchrun.messages import Connections, ValueMeta, broadcast, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.clocks import HOST, HostClock
+from pipelab.engine.device import HOST, HostClock
+from pipelab.engine.engine import RankState, StepState
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import described, map_tensors, take_apart, tensors_of
-from pipelab.engine.step import RankState, StepState
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.errors import BatchError

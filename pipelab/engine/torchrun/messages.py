@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.engine.device.streams import RankStream
+from pipelab.engine.device import RankStream
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import unchanged

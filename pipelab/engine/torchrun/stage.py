@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.emulation import emulate_all_reduce
+from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.replicas import Buffers, versions, written, written_error
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
-from pipelab.engine.step import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.torchrun.messages import Connections, GradientPresence, ValueMeta, broadcast
 from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab._version import __version__
-from pipelab.engine.device.devices import RankDevice, rank_devices
+from pipelab.engine.device import RankDevice, rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.pytree import described

@@ -9,7 +9,7 @@ from strategies import in_order, near, with_stages
 from torch import nn
 
 from pipelab import B, DualPipe, F, GPipe, OneFOneB, Pipeline, Plan, replicate, schedules, split
-from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.device import RankDevice
 from pipelab.engine.verify.verify import Verification, tolerance
 from pipelab.errors import BatchError, StageError, VerificationError
 

@@ -12,7 +12,7 @@ from fake_cuda import FakeGPU
 from torch import nn
 
 from pipelab import GPipe, OneFOneB, Pipeline, schedules
-from pipelab.engine.device.devices import RankDevice
+from pipelab.engine.device import RankDevice
 from pipelab.errors import StageError
 
 mse = nn.functional.mse_loss

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_cuda import FakeGPU
 
-from pipelab.engine.device.clocks import HOST, GpuClock
+from pipelab.engine.device import HOST, GpuClock
 
 DEVICE = torch.device("cuda", 0)
 

@@ -11,8 +11,7 @@ from torch import nn
 
 import pipelab
 from pipelab import GPipe, Pipeline
-from pipelab.engine.device import devices
-from pipelab.engine.device.devices import RankDevice, rank_devices, share_evenly
+from pipelab.engine.device import RankDevice, rank_devices, share_evenly
 from pipelab.errors import DeviceError, UsageError
 
 mse = nn.functional.mse_loss
@@ -105,7 +104,9 @@ def test_devices_that_do_not_fit_are_refused(machine, wanted, told):
 
 
 def test_without_devices_a_pipeline_takes_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(devices, "devices", lambda n: [RankDevice(CPU, f"{rank} of {n}") for rank in range(n)])
+    monkeypatch.setattr(
+        "pipelab.engine.device.devices", lambda n: [RankDevice(CPU, f"{rank} of {n}") for rank in range(n)]
+    )
     with Pipeline(plain.mlp(4), GPipe(2, 2), mse) as pipe:
         assert repr(pipe).endswith("on cpu (0 of 2), cpu (1 of 2))")
 

@@ -406,10 +406,21 @@ def base(kind: type[pipelab.Schedule]) -> str:
 
 
 def students_file(kind: type[pipelab.Schedule]) -> str:
-    """Return the source of a class without docstrings, annotations and figures, with the imports that it needs."""
-    module = ast.parse(inspect.getsource(inspect.getmodule(kind)))
-    tree = ast.parse(inspect.getsource(kind)).body[0]
-    lines = inspect.getsource(kind).splitlines()
+    """Return the source of a class, and of the functions beside it that it calls, with the imports that they need."""
+    file = inspect.getmodule(kind)
+    module = ast.parse(inspect.getsource(file))
+    kept = as_written(inspect.getsource(kind))
+    beside = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name in names_in(kept)]
+    parts = [*(as_written(inspect.getsource(getattr(file, name))) for name in beside), kept]
+    whole = "\n\n\n".join(part.strip() for part in parts)
+    bases = [node.name for node in module.body if isinstance(node, ast.ClassDef) and node.name in names_in(whole)]
+    return f"{imports(module, whole, {file.__name__: bases})}\n\n\n{whole}"
+
+
+def as_written(source: str) -> str:
+    """Return a source without docstrings, annotations and figures."""
+    tree = ast.parse(source).body[0]
+    lines = source.splitlines()
     gone: set[int] = set()
     hidden = {"source", "closed_forms", "needs", "looping"}
     for node in ast.walk(tree):
@@ -428,18 +439,23 @@ def students_file(kind: type[pipelab.Schedule]) -> str:
     kept = re.sub(r"  # (noqa|type:).*", "", kept)
     kept = re.sub(r"(def \w+\(.*\)) -> .*:$", r"\1:", kept, flags=re.MULTILINE)
     kept = re.sub(
-        r"^ +def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE
+        r"^ *def .*$", lambda line: re.sub(r": [\w\[\], |.]+?(?= =|,|\):)", "", line[0]), kept, flags=re.MULTILINE
     )
     kept = re.sub(r"^( +\w+): [\w\[\], ]+ = ", r"\1 = ", kept, flags=re.MULTILINE)
     kept = kept.replace("(SingleStage):", "(pipelab.Schedule):").replace("(Schedule):", "(pipelab.Schedule):")
-    kept = re.sub(r":\n\n+", ":\n", re.sub(r"\n{3,}", "\n\n", kept))
-    return f"{imports(module, kept)}\n\n\n{kept.strip()}"
+    return re.sub(r":\n\n+", ":\n", re.sub(r"\n{3,}", "\n\n", kept))
 
 
-def imports(module: ast.Module, kept: str) -> str:
-    """Return the imports of a module that a part of it needs, the actions from `pipelab` itself."""
-    used = {node.id for node in ast.walk(ast.parse(kept)) if isinstance(node, ast.Name)} - set(dir(builtins))
-    lines, actions = [], []
+def names_in(source: str) -> set[str]:
+    """Return the names that a source uses."""
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)} - set(dir(builtins))
+
+
+def imports(module: ast.Module, kept: str, beside: dict[str, list[str]]) -> str:
+    """Return the imports of a module that a part of it needs, the actions from `pipelab` itself; and those `beside`."""
+    used = names_in(kept)
+    lines = [f"from {file} import {', '.join(names)}" for file, names in beside.items() if names]
+    actions = []
     for node in module.body:
         if not isinstance(node, ast.ImportFrom) or node.module == "__future__":
             continue

@@ -29,6 +29,7 @@ from pipelab.plan.actions import TRAITS
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "docs" / "playground"
+_EDITING = runpy.run_path(str(ROOT / "docs" / "editing.py"))
 _VENDORED = ROOT / "build" / "pyodide"
 _PYODIDE = _VENDORED / "node_modules" / "pyodide"
 _FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw", "challenges")
@@ -208,16 +209,19 @@ def _levels() -> dict[str, dict[str, Any]]:
 
 def _schedules() -> dict[str, dict[str, Any]]:
     """Return each schedule's source, and the content of its page, which is there before Python is; "" is the first."""
-    sources = {"": SOURCES / "first.py"}
-    sources |= {name: Path(str(inspect.getsourcefile(kind))) for name, kind in pipelab.schedules.items()}
-    kinds = {"": runpy.run_path(str(sources[""]))["MySchedule"], **pipelab.schedules}
+    first = SOURCES / "first.py"
+    codes = {"": first.read_text(encoding="utf-8")} | {name: _code(kind) for name, kind in pipelab.schedules.items()}
+    kinds = {"": runpy.run_path(str(first))["MySchedule"], **pipelab.schedules}
     return {
-        name: {
-            "code": sources[name].read_text(encoding="utf-8"),
-            "content": content(pipelab.simulate(kind(ranks=4, microbatches=8))),
-        }
+        name: {"code": codes[name], "content": content(pipelab.simulate(kind(ranks=4, microbatches=8)))}
         for name, kind in kinds.items()
     }
+
+
+def _code(kind: type[pipelab.Schedule]) -> str:
+    """Return a schedule's class as a file of its own, with what it needs of its file."""
+    file = Path(str(inspect.getsourcefile(kind))).read_text(encoding="utf-8")
+    return str(_EDITING["self_contained"]([file], inspect.getsource(kind)))
 
 
 if __name__ == "__main__":

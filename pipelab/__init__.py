@@ -71,10 +71,9 @@ if TYPE_CHECKING:
         schedules,
     )
     from pipelab.catalogue.asynchronous import PipeDream, TwoBW
-    from pipelab.catalogue.bpipe import BPipe
     from pipelab.catalogue.building_block import building_block
     from pipelab.catalogue.frontier import frontier
-    from pipelab.catalogue.pipe_offload import PipeOffload
+    from pipelab.catalogue.offloading import BPipe, PipeOffload
     from pipelab.catalogue.recomputation import with_recompute
     from pipelab.checking.checker import check
     from pipelab.checking.memory import Memory

@@ -1,32 +1,16 @@
-"""The schedules that come with pipelab, one file each; `schedules` finds them by name.
+"""The schedules that come with pipelab, one file for each family; `schedules` finds them by name.
 
-- `naive`: one micro-batch at a time
-- `gpipe`: all forwards, then all backwards
-- `one_f_one_b`: one backward for every new forward
-- `eager_1f1b`: 1F1B with a longer warm-up, which hides the time of transfers
-- `delayed`: the single loop that is often taught as 1F1B
-- `interleaved_1f1b`: 1F1B over several smaller stages per rank
-- `overlapped_1f1b`: interleaved 1F1B whose forwards overlap backwards
-- `looped_bfs`: GPipe over several smaller stages per rank
-- `zb_h1`: the backward split in two, in 1F1B's memory
-- `zb_h2`: no rank ever waits, for twice the memory
-- `interleaved_zb`: ZB-H1 over several smaller stages per rank
-- `zeropp`: looped breadth-first in units, whose weight gradients fill the gaps between them
-- `zbv`: zero bubble in a V, in 1F1B's memory
-- `v_1f1b`: whole backwards in a V, in two thirds of 1F1B's activations
-- `v_half`: a V that holds half of 1F1B's activations
-- `v_min`: a V that holds a third
-- `dualpipev`: DualPipe cut in half and folded into a V
-- `dualpipe`: micro-batches enter at both ends
-- `chimera`: two 1F1B pipelines in opposite directions
-- `gems`: opposite directions in turn, in the memory of one activation
-- `hanayo`: micro-batches run through the ranks in waves
-- `bitpipe`: V shapes in both directions
-- `seq1f1b`: 1F1B on slices of sequences
-- `slimpipe`: the same over several stages per rank, which holds about one sequence
+- `gpipe`: all forwards before the first backward, on one stage or several per rank; or one micro-batch at a time
+- `one_f_one_b`: one backward for every new forward, and the single loop that is often taught as 1F1B
+- `interleaved_1f1b`: 1F1B over several smaller stages per rank, overlapped too
+- `slices`: 1F1B on slices of sequences
+- `zero_bubble`: the backward split in two, so that weight gradients fill the bubble
+- `v_shaped`: two stages per rank in a V: zero bubble, and orders that hold less than 1F1B
+- `dualpipe`: forwards overlapped with backwards, in both directions or folded into a V
+- `both_ways`: micro-batches enter at both ends
+- `waves`: micro-batches go down the ranks and back up several times
 - `asynchronous`: 1F1B with updates and without a flush: PipeDream and PipeDream-2BW
-- `bpipe`: 1F1B whose first ranks keep activations on the last ones
-- `pipe_offload`: interleaved 1F1B that sends activations to the host
+- `offloading`: 1F1B that sends activations to other ranks, or to the host
 - `greedy`: an order from a policy
 - `building_block`: one micro-batch's way through the ranks, repeated
 - `frontier`: how small a bubble a memory buys, by a search over building blocks
@@ -40,64 +24,25 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from pipelab.catalogue.asynchronous import PipeDream, TwoBW
-from pipelab.catalogue.bitpipe import BitPipe
-from pipelab.catalogue.bpipe import BPipe
-from pipelab.catalogue.chimera import Chimera
-from pipelab.catalogue.delayed import DelayedBackward
-from pipelab.catalogue.dualpipe import DualPipe
-from pipelab.catalogue.dualpipev import DualPipeV
-from pipelab.catalogue.eager_1f1b import Eager1F1B
-from pipelab.catalogue.gems import GEMS
-from pipelab.catalogue.gpipe import GPipe
+from pipelab.catalogue.both_ways import GEMS, Chimera
+from pipelab.catalogue.dualpipe import DualPipe, DualPipeV
+from pipelab.catalogue.gpipe import GPipe, LoopedBFS, Naive
 from pipelab.catalogue.greedy import Greedy
-from pipelab.catalogue.hanayo import Hanayo
-from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B
-from pipelab.catalogue.interleaved_zb import InterleavedZeroBubble
-from pipelab.catalogue.looped_bfs import LoopedBFS
-from pipelab.catalogue.naive import Naive
-from pipelab.catalogue.one_f_one_b import OneFOneB
-from pipelab.catalogue.overlapped_1f1b import Overlapped1F1B
-from pipelab.catalogue.pipe_offload import PipeOffload
-from pipelab.catalogue.seq1f1b import Seq1F1B
-from pipelab.catalogue.slimpipe import SlimPipe
-from pipelab.catalogue.v_1f1b import V1F1B
-from pipelab.catalogue.v_half import VHalf
-from pipelab.catalogue.v_min import VMin
-from pipelab.catalogue.zb_h1 import ZBH1
-from pipelab.catalogue.zb_h2 import ZBH2
-from pipelab.catalogue.zbv import ZBV
-from pipelab.catalogue.zeropp import ZeroPP
+from pipelab.catalogue.interleaved_1f1b import Interleaved1F1B, Overlapped1F1B
+from pipelab.catalogue.offloading import BPipe, PipeOffload
+from pipelab.catalogue.one_f_one_b import DelayedBackward, Eager1F1B, OneFOneB
+from pipelab.catalogue.slices import Seq1F1B, SlimPipe
+from pipelab.catalogue.v_shaped import V1F1B, ZBV, VHalf, VMin
+from pipelab.catalogue.waves import BitPipe, Hanayo
+from pipelab.catalogue.zero_bubble import ZBH1, ZBH2, InterleavedZeroBubble, ZeroPP
 from pipelab.errors import UsageError
 from pipelab.schedule import Schedule
 
 __all__ = [
-    "GEMS",
-    "V1F1B",
-    "ZBH1",
-    "ZBH2",
-    "ZBV",
-    "BitPipe",
-    "Chimera",
-    "DelayedBackward",
-    "DualPipe",
-    "DualPipeV",
-    "Eager1F1B",
-    "GPipe",
-    "Greedy",
-    "Hanayo",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "LoopedBFS",
-    "Naive",
-    "OneFOneB",
-    "Overlapped1F1B",
-    "Seq1F1B",
-    "SlimPipe",
-    "VHalf",
-    "VMin",
-    "ZeroPP",
-    "schedules",
-]
+    "GEMS", "V1F1B", "ZBH1", "ZBH2", "ZBV", "BitPipe", "Chimera", "DelayedBackward", "DualPipe", "DualPipeV",
+    "Eager1F1B", "GPipe", "Greedy", "Hanayo", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "Naive",
+    "OneFOneB", "Overlapped1F1B", "Seq1F1B", "SlimPipe", "VHalf", "VMin", "ZeroPP", "schedules",
+]  # fmt: skip
 
 
 class Catalogue(dict[str, type[Schedule]]):

@@ -1,12 +1,57 @@
-"""DualPipe: micro-batches enter at both ends, and a forward hides the transfers of a backward."""
+"""DualPipe: a forward hides the transfers of a backward; in both directions, or folded into a V."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from pipelab.catalogue.bases import BothWays
+from pipelab.catalogue.bases import BothWays, FilledV
 from pipelab.plan.actions import Action, B, F, I, Item, W
+
+Way = Sequence[tuple[int, int | None]]
+"""The micro-batches that go one way, in turn, each with its stage on the rank if there are two."""
+
+
+def phases(near: Way, far: Way, before: int, behind: int, steady: int) -> Iterator[Item]:
+    """Yield a rank's eight phases; near micro-batches come first.
+
+    There are `before` ranks from here to where the two ways meet, in the middle or at
+    the tip of the V, and `behind` ranks on the other side.
+    """
+    f0, b0, f1, b1 = iter(near), iter(near), iter(far), iter(far)  # what comes next: near (0) and far (1)
+    owed: deque[Action] = deque()  # weight gradients put off
+
+    def split(microbatch: int, stage: int | None) -> Action:
+        owed.append(W(microbatch, stage))
+        return I(microbatch, stage)
+
+    for _ in range(2 * before):  # [1] until the first far micro-batch comes
+        yield F(*next(f0))
+    for _ in range(behind + 1):  # [2] both ways in turn
+        yield F(*next(f0))
+        yield F(*next(f1))
+    for _ in range(before):  # [3] the first far gradients: their weights right away
+        yield split(*next(b1))
+        yield owed.popleft()
+        yield F(*next(f1))
+    for at in range(steady):  # [4] steady state
+        forward, backward = F(*next(f0)), B(*next(b1))
+        if at == 0 and before == 0:  # where the ways meet: all ranks wait for this backward
+            yield forward
+            yield backward
+        else:
+            yield forward & backward
+        yield F(*next(f1)) & B(*next(b0))
+    for _ in range(before):  # [5] no near forward any more
+        yield B(*next(b1))
+        yield F(*next(f1)) & B(*next(b0))
+    for at in range(behind + 1):  # [6] backwards both ways in turn, the second half of them split
+        yield (B if 2 * at <= behind else split)(*next(b1))
+        yield (B if 2 * at + 1 <= behind else split)(*next(b0))
+    for _ in range(before):  # [7] weight gradients while the last near gradients come
+        yield owed.popleft()
+        yield split(*next(b0))
+    yield from owed  # [8]
 
 
 class DualPipe(BothWays):
@@ -82,46 +127,14 @@ class DualPipe(BothWays):
     def actions(self, rank: int) -> Iterator[Item]:
         """Yield the eight phases; in each direction, micro-batches come in turn.
 
-        Near micro-batches (0) enter at this rank's end of the pipeline, far ones (1) at the other.
+        Near micro-batches enter at this rank's end of the pipeline, far ones at the other.
         """
+        half = self.microbatches // 2
         behind = min(rank, self.ranks - 1 - rank)  # ranks between this one and its end
         before = self.ranks // 2 - 1 - behind  # and between this one and the middle
-        up, down = range(self.microbatches // 2), range(self.microbatches // 2, self.microbatches)
-        near, far = (up, down) if rank < self.ranks // 2 else (down, up)
-        f0, b0, f1, b1 = iter(near), iter(near), iter(far), iter(far)  # which micro-batch comes next
-        owed: deque[Action] = deque()  # weight gradients put off
-
-        def split(microbatch: int) -> Action:
-            owed.append(W(microbatch))
-            return I(microbatch)
-
-        for _ in range(2 * before):  # [1] until the first far micro-batch comes
-            yield F(next(f0))
-        for _ in range(behind + 1):  # [2] both ways in turn
-            yield F(next(f0))
-            yield F(next(f1))
-        for _ in range(before):  # [3] the first far gradients: their weights right away
-            yield split(next(b1))
-            yield owed.popleft()
-            yield F(next(f1))
-        for at in range(self.microbatches // 2 - self.ranks + behind + 1):  # [4] steady state
-            forward, backward = F(next(f0)), B(next(b1))
-            if at == 0 and before == 0:  # in the middle: all ranks wait for this backward
-                yield forward
-                yield backward
-            else:
-                yield forward & backward
-            yield F(next(f1)) & B(next(b0))
-        for _ in range(before):  # [5] no near forward any more
-            yield B(next(b1))
-            yield F(next(f1)) & B(next(b0))
-        for at in range(behind + 1):  # [6] backwards both ways in turn, the second half of them split
-            yield (B if 2 * at <= behind else split)(next(b1))
-            yield (B if 2 * at + 1 <= behind else split)(next(b0))
-        for _ in range(before):  # [7] weight gradients while the last near gradients come
-            yield owed.popleft()
-            yield split(next(b0))
-        yield from owed  # [8]
+        ways = range(half), range(half, self.microbatches)
+        near, far = ([(m, None) for m in way] for way in (ways if rank < self.ranks // 2 else reversed(ways)))
+        yield from phases(near, far, before, behind, steady=half - self.ranks + behind + 1)
 
 
 def _nearest(ranks: int, microbatches: int) -> str:
@@ -140,3 +153,51 @@ def _nearest(ranks: int, microbatches: int) -> str:
         )
         found.append(f"ranks={even}, microbatches={' or '.join(map(str, wanted))}")
     return "; ".join(found)
+
+
+class DualPipeV(FilledV):
+    """Forwards overlapped with backwards, on two stages in a V.
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1────     3F2&0B0──── 3B2────     3F3&0B1──── 3B3──── 0I2 0W2 0I3 0W3
+        rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0──── 2F2&1B0──── 1F3&2B1──── 2F3&1B1──── 2B2──── 1B2────     2I3 1I3 2W3 1W3
+
+    In nearly every slot a rank computes a forward of one stage and a backward of the other (`F(2, 0) & B(0, 3)`): the
+    transfers of the one hide behind the arithmetic of the other. It is one half of DualPipe's symmetric picture, folded
+    at the middle: DualPipe's micro-batches from the other direction are the way back up here. So each rank holds two
+    stages, and no parameters are held twice.
+
+    A pair that takes as long as its two halves is slower than the halves one after the other (`Cost(pair=None)`): the
+    forward's output waits for the pair's end. Each stage activation is half a rank's share.
+
+    It is the order of PyTorch's `ScheduleDualPipeV`, which needs `M >= 2 * P`; here any number of micro-batches is
+    accepted.
+
+    Example:
+        >>> import pipelab
+        >>> trace = pipelab.simulate(pipelab.DualPipeV(ranks=4, microbatches=8), pipelab.Cost(pair=2.5))
+        >>> trace.makespan, trace.peak_activations
+        (24.5, (9, 9, 9, 9))
+    """
+
+    source = (
+        "DeepSeek-AI 2024, DeepSeek-V3 (arXiv:2412.19437), section 3.2.1 and table 2; cut in half: Sea AI Lab 2025, "
+        "DualPipe could be better without the Dual"
+    )
+    closed_forms = {
+        "makespan if M >= 2 * P and F == I >= W": "M * (F + B) + (P - 1) / 2 * (F + I - W)",
+        "makespan with pairs if M >= 2 * P and F == I >= W and FB >= B": (
+            "M * (F + B) - (2 * M - 2 * P - 1) / 2 * (F + B - FB) + (P - 1) / 2 * (FB + B - 3 * W)"
+        ),
+        "peak": "min(2 * M, M + 1 + r, 2 * P + 1)",
+    }
+
+    @property
+    def enough(self) -> int:
+        """How many micro-batches fill the pipeline."""
+        return 2 * self.ranks
+
+    def filled(self, rank: int, down: int, up: int, microbatches: int) -> Iterator[Item]:
+        """Yield the eight phases; on either stage, micro-batches come in turn."""
+        hops = self.ranks - 1 - rank  # to the tip of the V
+        near, far = ([(m, stage) for m in range(microbatches)] for stage in (down, up))
+        yield from phases(near, far, before=hops, behind=rank, steady=microbatches - self.enough + rank + 1)

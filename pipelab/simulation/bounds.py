@@ -10,17 +10,18 @@ Every order keeps three rules, and each one limits the makespan:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.checking.memory import ACTIVATIONS, Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.order import Link, Network, traverse, units
+from pipelab.plan.order import NOTHING, Link, Network, traverse, units
 from pipelab.plan.plan import Plan
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.trace import Trace
@@ -37,12 +38,11 @@ Placed = tuple[float, float, float]
 Held = tuple[int, int | None, int]
 """From the start of which job something is held, to the end of which one, and how much it is."""
 
-Edge = tuple[int, int, float]
-"""An earlier job, a later one, and the time between them."""
+Gradients = tuple[tuple[int, ...], int]
+"""From the start of the first of which jobs gradients are held, and how many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One action of a plan, or an overlapped pair in one slot, without its place in a row.
 
     Attributes:
@@ -50,13 +50,13 @@ class Job:
         ranks: the ranks that it occupies: one, or all that hold the stage of an `R`. An `R` beside computing occupies
             their channels instead, whose numbers follow the ranks'.
         time: how long it takes.
-        needs: each earlier job that it waits for, as an index, and how long the value travels.
+        needs: each earlier job that it waits for, as an index, and the number of the value that travels.
     """
 
     codes: tuple[int, ...]
     ranks: tuple[int, ...]
     time: float
-    needs: tuple[tuple[int, float], ...]
+    needs: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,53 @@ class Work:
     Attributes:
         plan: the plan.
         jobs: its actions, each after all that it needs.
-        held: for each rank, what it holds: from the start of which job on, until the end of which one (`None`: of the
-            step), and how much: one activation, or bytes.
-        gradients: for each rank, the bytes of each stage's gradients, held from the first of some jobs on.
-        memory: what a stage takes.
+        job_of: by code, its job.
+        lags: how long each value travels, by its number.
         lines: jobs of one kind and stage, of micro-batches that are all alike. They may be assumed to run in this
             order: whichever micro-batch comes first can be given the first one's name.
+        memory: what a stage takes.
     """
 
     plan: Plan
-    jobs: tuple[Job, ...]
-    held: tuple[tuple[Held, ...], ...]
-    gradients: tuple[tuple[tuple[tuple[int, ...], int], ...], ...]
+    jobs: list[Job]
+    job_of: list[int]
+    lags: Sequence[float]
+    lines: list[list[int]]
     memory: Memory
-    lines: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def held(self) -> list[list[Held]]:
+        """For each rank, what it holds: one activation, or bytes; to `None` is to the end of the step."""
+        return [list(self._held_on(rank)) for rank in range(self.plan.ranks)]
+
+    def _held_on(self, rank: int) -> Iterator[Held]:
+        """Yield what a rank holds: of a micro-batch on a stage, what was added last is freed first."""
+        bound, stacks = self.plan.bound, defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+        for code, change in zip(bound.lists[rank], self.memory.changes(bound, rank), strict=True):
+            if not bound.computes(code):
+                continue
+            stack, job, less = stacks[bound.what(code)], self.job_of[code], change.freed
+            if change.activations or change.outputs:
+                stack.append((job, change.activations + change.outputs))
+            while less:
+                made, size = stack.pop()
+                if size > less:
+                    stack.append((made, size - less))
+                yield made, job, min(size, less)
+                less -= min(size, less)
+        yield from ((made, None, size) for stack in stacks.values() for made, size in stack)
+
+    @cached_property
+    def gradients(self) -> list[list[Gradients]]:
+        """For each rank, the gradients of each of its stages."""
+        return [list(self._gradients_on(rank)) for rank in range(self.plan.ranks)]
+
+    def _gradients_on(self, rank: int) -> Iterator[Gradients]:
+        bound, codes = self.plan.bound, self.plan.bound.codes
+        for first, change in zip(bound.lists[rank], self.memory.changes(bound, rank), strict=True):
+            if change.gradients:
+                own = (code for code in bound.rows[rank] if codes.stage[code] == codes.stage[first])
+                yield tuple(self.job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
 
     def rooms(self, caps: Sequence[int]) -> list[int]:
         """Return how much of `held`, and of gradients, fits on each rank beside what is always there."""
@@ -91,18 +124,22 @@ class Work:
                 raise UsageError(f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as {left}")
         return rooms
 
-    def edges(self, rooms: Sequence[int] | None) -> list[Edge]:
-        """Return what must come before what.
+    def network(self, rooms: Sequence[int] | None) -> Network:
+        """Return which jobs come before which, with the numbers of the values that travel.
 
         If there is only so much room, a stage alone may not hold more than its rank: of micro-batches that are alike,
         one waits until an earlier one is released.
         """
-        found = [(before, after, lag) for after, job in enumerate(self.jobs) for before, lag in job.needs]
-        found += [(before, after, 0.0) for line in self.lines for before, after in pairwise(line)]
-        return found if rooms is None else [*found, *self._waits(rooms)]
+        follows = [list(job.needs) for job in self.jobs]
+        for line in self.lines:
+            for before, after in pairwise(line):
+                follows[after].append((before, NOTHING))
+        for before, after in () if rooms is None else self._waits(rooms):
+            follows[after].append((before, NOTHING))
+        return Network(follows)
 
-    def _waits(self, rooms: Sequence[int]) -> Iterator[Edge]:
-        """Yield which job of a line waits for which release of an earlier one."""
+    def _waits(self, rooms: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield for which release of an earlier job another job of its line waits."""
         held_of = defaultdict[int, list[tuple[int | None, int]]](list)
         for made, released, size in chain.from_iterable(self.held):
             held_of[made].append((released, size))
@@ -112,14 +149,7 @@ class Work:
                 for made, later in zip(line, line[room // sum(sizes[at:]) :], strict=False):
                     released = held_of[made][at][0]
                     if released is not None:
-                        yield released, later, 0.0
-
-    def network(self, edges: Sequence[Edge]) -> tuple[Network, list[float]]:
-        """Return the jobs as a network, and the lags in it."""
-        follows: list[list[Link]] = [[] for _ in self.jobs]
-        for number, (before, after, _) in enumerate(edges):
-            follows[after].append((before, number))
-        return Network(follows), [*(lag for *_, lag in edges), 0.0]
+                        yield released, later
 
 
 def lower_bound(
@@ -169,17 +199,46 @@ def lower_bound(
         raise UsageError(
             f"{plan.name} sends activations away: it has no bound under a memory cap\n  try: no memory_cap"
         )
+    if memory_cap is None and not paired:
+        return _by_codes(plan, lasts, delays)
     work = _laid_out(plan, lasts, delays, paired, memory)
     rooms = None if memory_cap is None else work.rooms(require_caps(memory_cap, plan.ranks))
-    jobs, (network, lags) = work.jobs, work.network(work.edges(rooms))
-    times = [job.time for job in jobs]
-    heads, tails = network.starts(times, lags), network.rests(times, lags)
-    on_rank: list[list[Placed]] = [[] for _ in range(2 * plan.ranks)]
-    for head, job, tail in zip(heads, jobs, tails, strict=True):
-        for rank in job.ranks:
-            on_rank[rank].append((head, job.time, tail))
-    best = max(map(_one_machine, on_rank), default=0.0)
+    network, times = work.network(rooms), [job.time for job in work.jobs]
+    heads, tails = network.starts(times, delays), network.rests(times, delays)
+    best = _slowest(plan, zip([job.ranks for job in work.jobs], zip(heads, times, tails, strict=True), strict=True))
     return best if rooms is None else max(best, *(_held(work, *each, heads, tails) for each in enumerate(rooms)))
+
+
+def _by_codes(plan: Plan, lasts: Sequence[float], delays: Sequence[float]) -> float:
+    """Return the bound without caps and pairs: what `Work` says too, in half the time and a third of the memory.
+
+    64 ranks x 8 stages x 2,048 micro-batches take 15 s and 1.4 GB.
+    """
+    bound, order, itself = plan.bound, _order(plan, {}), range(len(lasts))
+    before = {later: code for line in _lines(bound, lasts, delays) for code, later in pairwise(line)}
+    heads, tails = [0.0] * len(lasts), [0.0] * len(lasts)
+
+    for code in order:
+        if code in before:
+            heads[code] = heads[before[code]] + lasts[before[code]]
+        for giver, value in _needs(bound, code, itself):
+            heads[code] = max(heads[code], heads[giver] + lasts[giver] + delays[value])
+    for code in reversed(order):
+        whole = lasts[code] + tails[code]
+        if code in before:
+            tails[before[code]] = max(tails[before[code]], whole)
+        for giver, value in _needs(bound, code, itself):
+            tails[giver] = max(tails[giver], delays[value] + whole)
+    return _slowest(plan, ((_ranks(bound, code), (heads[code], lasts[code], tails[code])) for code in order))
+
+
+def _slowest(plan: Plan, jobs: Iterable[tuple[Sequence[int], Placed]]) -> float:
+    """Return how long the slowest rank, or channel of one, takes for its jobs at least."""
+    on_rank: list[list[Placed]] = [[] for _ in range(2 * plan.ranks)]
+    for ranks, placed in jobs:
+        for rank in ranks:
+            on_rank[rank].append(placed)
+    return max(map(_one_machine, on_rank), default=0.0)
 
 
 def work_of(subject: Subject, cost: Cost | None = None, memory: Memory | None = None) -> Work:
@@ -229,22 +288,18 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
 def _laid_out(
     plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
 ) -> Work:
-    bound, jobs, job_of = plan.bound, list[Job](), dict[int, int]()
-    if memory is not None and ("U" in bound.codes.kinds or bound.moves):
+    bound, codes = plan.bound, plan.bound.codes
+    if memory is not None and ("U" in codes.kinds or bound.moves):
         raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
-    memory = memory or ACTIVATIONS
+    jobs, job_of = list[Job](), [-1] * len(codes.kind)
     for both in units(_order(plan, paired), paired):
-        code = both[0]
-        needs = [need for each in both for need in _needs(bound, each, job_of, delays)]
-        ranks: tuple[int, ...] = (bound.rank_of[code],)
-        if bound.codes.collective[code]:
-            ranks = tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
-        job_of.update(dict.fromkeys(both, len(jobs)))
-        jobs.append(Job(tuple(both), ranks, paired.get(code, lasts[code]), tuple(needs)))
-    held = tuple(tuple(_held_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
-    gradients = tuple(tuple(_gradients_on(bound, rank, job_of, memory)) for rank in range(plan.ranks))
-    lines = () if paired else tuple(tuple(map(job_of.__getitem__, line)) for line in _lines(bound, lasts, delays))
-    return Work(plan, tuple(jobs), held, gradients, memory, lines)
+        needs = [need for code in both for need in _needs(bound, code, job_of)]
+        for code in both:
+            job_of[code] = len(jobs)
+        time = paired.get(both[0], lasts[both[0]])
+        jobs.append(Job(tuple(both), _ranks(bound, both[0]), time, tuple(needs)))
+    lines = [] if paired else [[job_of[code] for code in line] for line in _lines(bound, lasts, delays)]
+    return Work(plan, jobs, job_of, delays, lines, memory or ACTIVATIONS)
 
 
 def _order(plan: Plan, paired: dict[int, float]) -> list[int]:
@@ -254,47 +309,31 @@ def _order(plan: Plan, paired: dict[int, float]) -> list[int]:
     order = [*order, *bound.reduces] if bound.beside else order
     if paired:
         return order
-    first = _sequences(codes)  # sequence after sequence, so that lines and caps, too, lead from earlier to later jobs
-    return sorted(order, key=lambda code: (codes.collective[code], first[codes.microbatch[code]]))
+    # Sequence after sequence, so that lines and caps, too, lead from earlier to later jobs; then all-reduces, whose -1
+    # is the last place.
+    first = [*_sequences(codes), codes.microbatches]
+    return sorted(order, key=lambda code: first[codes.microbatch[code]])
 
 
-def _lines(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[tuple[int, ...]]:
+def _lines(bound: BoundPlan, lasts: Sequence[float], delays: Sequence[float]) -> Iterator[Sequence[int]]:
     """Yield the codes of one kind and stage, of micro-batches with the same actions, ranks and times."""
-    codes, alike = bound.codes, defaultdict[tuple[float, ...], list[list[int]]](list)
+    codes = bound.codes
+    alike = defaultdict[tuple[float, ...], list[list[int]]](list)
     for microbatch in range(0 if codes.joins else codes.microbatches):
         own = [code for kind in codes.per_microbatch for code in codes.table[kind][microbatch]]
-        times = ((bound.rank_of[code], lasts[code], delays[codes.gives[code]]) for code in own)
-        alike[tuple(chain.from_iterable(times))].append(own)
-    lines = (line for each in alike.values() for line in zip(*each, strict=True))
-    yield from (line for line in lines if len(line) > 1 and bound.rank_of[line[0]] != NO_RANK)
+        travel = (delays[codes.gives[code]] for code in own)
+        alike[*(bound.rank_of[code] for code in own), *(lasts[code] for code in own), *travel].append(own)
+    for together in alike.values():
+        for line in zip(*together, strict=True):
+            if len(line) > 1 and bound.rank_of[line[0]] != NO_RANK:
+                yield line
 
 
-def _held_on(bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory) -> Iterator[Held]:
-    """Yield what a rank holds: of a micro-batch on a stage, what was added last is freed first."""
-    codes, stacks = bound.codes, defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-    for code, change in zip(bound.lists[rank], memory.changes(bound, rank), strict=True):
-        if not bound.computes(code):
-            continue
-        stack, less = stacks[codes.microbatch[code], codes.stage[code]], change.freed
-        if change.activations or change.outputs:
-            stack.append((job_of[code], change.activations + change.outputs))
-        while less:
-            made, size = stack.pop()
-            if size > less:
-                stack.append((made, size - less))
-            yield made, job_of[code], min(size, less)
-            less -= min(size, less)
-    yield from ((made, None, size) for stack in stacks.values() for made, size in stack)
-
-
-def _gradients_on(
-    bound: BoundPlan, rank: int, job_of: dict[int, int], memory: Memory
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    codes = bound.codes
-    for first, change in zip(bound.lists[rank], memory.changes(bound, rank), strict=True):
-        if change.gradients:
-            own = (code for code in bound.rows[rank] if codes.stage[code] == codes.stage[first])
-            yield tuple(job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
+def _ranks(bound: BoundPlan, code: int) -> tuple[int, ...]:
+    """Return what an action occupies: see `Job.ranks`."""
+    if not bound.codes.collective[code]:
+        return (bound.rank_of[code],)
+    return tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
 
 
 def _sequences(codes: Codes) -> list[int]:
@@ -307,14 +346,15 @@ def _sequences(codes: Codes) -> list[int]:
     return first
 
 
-def _needs(bound: BoundPlan, code: int, job_of: dict[int, int], delays: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the jobs that an action waits for, and how long their values travel."""
-    codes, rank_of = bound.codes, bound.rank_of
+def _needs(bound: BoundPlan, code: int, job_of: Sequence[int]) -> Iterator[Link]:
+    """Yield the jobs that an action waits for, and which values travel."""
+    codes, rank_of, giver_of = bound.codes, bound.rank_of, bound.giver_of
     if codes.collective[code]:
         givers = (giver for value in codes.all_needs(code) for giver in codes.givers(value))
-        return [(job_of[giver], 0.0) for giver in givers if giver in job_of]
-    here = rank_of[code]
-    return [(job_of[giver], 0.0 if rank_of[giver] == here else delays[value]) for value, giver in bound.inputs(code)]
+        yield from ((job_of[giver], NOTHING) for giver in givers if rank_of[giver] != NO_RANK)
+    for value in codes.needs(code):
+        giver = giver_of[value]
+        yield job_of[giver], NOTHING if rank_of[giver] == rank_of[code] else value
 
 
 def _one_machine(jobs: Sequence[Placed]) -> float:
@@ -371,10 +411,12 @@ def _residences(work: Work, held: Sequence[tuple[int, int]]) -> list[float]:
         pending = [-released]
         while pending:  # each job after all that need it, and none from before the forward
             after = -heappop(pending)
-            for before, lag in jobs[after].needs:
+            for before, what in jobs[after].needs:
                 if before >= made:
                     if before not in longest:
                         heappush(pending, -before)
-                    longest[before] = max(longest.get(before, 0.0), jobs[before].time + lag + longest[after])
+                    longest[before] = max(
+                        longest.get(before, 0.0), jobs[before].time + work.lags[what] + longest[after]
+                    )
         found[which] = longest[made]
     return [found[which] for which in alike]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import eq, itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.checking.memory import Memory
@@ -20,7 +19,6 @@ from pipelab.trace.events import Transfer
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.plan.bound import BoundPlan
     from pipelab.table import Table
 
 
@@ -52,54 +50,6 @@ class Held:
         return self.weights + self.gradients + self.optimizer + self.activations + self.outputs
 
 
-class Curve(Sequence[Held]):
-    """What a rank holds after each change, as columns of numbers: a `Held` of each would take ten times the memory."""
-
-    def __init__(self, bound: BoundPlan, start: float, weights: int, optimizer: int) -> None:
-        """Begin with what is there before the step."""
-        self._bound, self._optimizer = bound, optimizer
-        self._times, self._by, self._weights = array("d", [start]), array("q", [-1]), array("q", [weights])
-        self._gradients, self._activations, self._outputs = (array("q", [0]) for _ in range(3))
-
-    def append(self, time: float, code: int, gradients: int, activations: int, outputs: int, weights: int) -> None:
-        """Add what is held after a change, by an action or a move."""
-        self._times.append(time)
-        self._by.append(code)
-        self._gradients.append(gradients)
-        self._activations.append(activations)
-        self._outputs.append(outputs)
-        self._weights.append(weights)
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} changes>"
-
-    @overload
-    def __getitem__(self, at: int) -> Held: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Held, ...]: ...
-    def __getitem__(self, at: int | slice) -> Held | tuple[Held, ...]:
-        if isinstance(at, slice):
-            return tuple(self[index] for index in range(*at.indices(len(self))))
-        code = self._by[at]
-        action = None if code < 0 else self._bound.codes.action(code)
-        held = self._gradients[at], self._optimizer, self._activations[at], self._outputs[at]
-        return Held(self._times[at], action, self._weights[at], *held)
-
-    @property
-    def at_peak(self) -> Held:
-        """What is held when it first is the most."""
-        totals = list(map(sum, zip(self._weights, self._gradients, self._activations, self._outputs, strict=True)))
-        return self[totals.index(max(totals))]
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """How many bytes every rank holds, over the time of a trace: predicted or measured.
@@ -125,8 +75,7 @@ class MemoryUse:
     @property
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
-        most = (curve.at_peak if isinstance(curve, Curve) else max(curve, key=_total) for curve in self.curves)
-        return tuple(most)
+        return tuple(max(curve, key=attrgetter("total")) for curve in self.curves)
 
     @property
     def table(self) -> Table:
@@ -180,25 +129,23 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradie
     return MemoryUse(trace, tuple(_curve(trace, rank, memory, mine, sent_gradient) for rank, mine in enumerate(sent)))
 
 
-def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> Curve:
+def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> tuple[Held, ...]:
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
-    giver = bound.codes.code
-    found = [(each.end, giver(each.giver), (0, -size, 0, 0)) for each in sent]  # time, code, gradients … weights
+    found = [(each.end, each.giver, (0, 0, -size, 0)) for each in sent]  # weights, gradients, activations, outputs
     for (code, start, end), change in zip(trace.ran(rank), memory.changes(bound, rank), strict=True):
+        action = bound.codes.action(code)
         found += [
-            (start, code, (change.gradients, change.activations, change.outputs, change.weights)),
-            (end, code, (-change.dropped, -change.freed, 0, -change.forgotten)),
+            (start, action, (change.weights, change.gradients, change.activations, change.outputs)),
+            (end, action, (-change.forgotten, -change.dropped, -change.freed, 0)),
         ]
-    found += [(each.start - each.queued, giver(each.giver), (0, size, 0, 0)) for each in sent]
+    found += [(each.start - each.queued, each.giver, (0, 0, size, 0)) for each in sent]
     weights, optimizer = memory.always(bound, rank)
-    curve, held = Curve(bound, trace.start, weights, optimizer), [0, 0, 0, weights]
-    for time, code, more in sorted(found, key=itemgetter(0)):  # stable: at one time, in this order
+    gradients = activations = outputs = 0
+    held = [Held(trace.start, None, weights, gradients, optimizer, activations, outputs)]
+    for time, action, more in sorted(found, key=itemgetter(0)):  # stable: at one time, in this order
         if any(more):
-            held = [now + added for now, added in zip(held, more, strict=True)]
-            curve.append(time, code, *held)
-    return curve
-
-
-def _total(held: Held) -> int:
-    return held.total
+            weights, gradients = weights + more[0], gradients + more[1]
+            activations, outputs = activations + more[2], outputs + more[3]
+            held.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
+    return tuple(held)

@@ -121,24 +121,14 @@ def optimum(
             memory cap; or if all-reduces run beside computing.
         TypeError: if it is neither a plan nor a schedule, or if `cost` is not a `Cost`.
     """
-    if not (isinstance(seconds, (int, float)) and 0 < seconds < float("inf")):
+    if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
         raise UsageError(f"seconds={seconds!r}: expected how long the solver may take, a positive number")
-    if as_cost(cost).all_reduce_runs == "beside":
-        raise CostError("optimum orders all-reduces in rows: leave out all_reduce_runs='beside'")
-    work = work_of(plan, cost, memory)
-    if moves := work.plan.bound.moves:
-        raise UsageError(
-            f"{work.plan.name} has {moves[0].action}: optimum orders what computes, and would leave it out\n"
-            "  try: the plan without gathers and offloads"
-        )
+    work = _orderable(plan, cost, memory)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
     bound = lower_bound(work.plan, cost, memory_cap=memory_cap, memory=memory)
-    best: Trace | None = None
-    for guess in _guesses(work, caps, cost):
-        best = guess if best is None or guess.makespan < best.makespan else best
-        if best.makespan <= bound * (1 + _ROUNDED):
-            return Optimum(best, min(bound, best.makespan), proven=True)
-    assert best is not None  # or `_guesses` has raised
+    best = _best_guess(work, caps, cost, bound)
+    if best.makespan <= bound * (1 + _ROUNDED):
+        return Optimum(best, min(bound, best.makespan), proven=True)
     tick, exact = _tick(work)
     order, found = _Program(work, caps, tick, bound, best).solve(seconds)
     if order:
@@ -147,22 +137,41 @@ def optimum(
     return Optimum(best, min(bound, best.makespan), proven=best.makespan <= bound * (1 + _ROUNDED) + lost)
 
 
-def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Iterator[Trace]:
-    """Yield orders within the caps that need no solver: the plan's own, two policies, one micro-batch after another."""
+def _orderable(plan: Plan | ScheduleLike, cost: Cost | None, memory: Memory | None) -> Work:
+    """Return what any order has to do; refuse what does not compute, which an order would leave out."""
+    if as_cost(cost).all_reduce_runs == "beside":
+        raise CostError("optimum orders all-reduces in rows: leave out all_reduce_runs='beside'")
+    work = work_of(plan, cost, memory)
+    for move in work.plan.bound.moves:
+        raise UsageError(
+            f"{work.plan.name} has {move.action}: optimum orders what computes, and would leave it out\n"
+            "  try: the plan without gathers and offloads"
+        )
+    return work
+
+
+def _best_guess(work: Work, caps: Sequence[int] | None, cost: Cost | None, bound: float) -> Trace:
+    """Return the quickest order within the caps that needs no solver: no further one is tried if it reaches the bound.
+
+    Tried are the plan's own, two policies, and one micro-batch after another.
+    """
     rooms = None if caps is None else work.rooms(caps)
     if rooms is not None and caps is not None:
         _require_room(work, rooms, caps)
-    fits = False
-    for trace in (simulate(order, cost) for order in _orders(work, rooms)):
-        if caps is None or all(map(le, _peaks(work, trace.plan), caps)):
-            fits = True
-            yield trace
-    if not fits:
+    best: Trace | None = None
+    for plan in _orders(work, rooms):
+        if caps is None or all(map(le, _peaks(work, plan), caps)):
+            trace = simulate(plan, cost)
+            best = trace if best is None else min(best, trace, key=lambda trace: trace.makespan)
+            if best.makespan <= bound * (1 + _ROUNDED):
+                break
+    if best is None:
         raise UsageError(
             f"memory_cap={list(caps or [])}: the plan holds {_peaks(work, work.plan)}, and no order was found "
             "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"
             "  try: a higher cap, or a cost without pair"
         )
+    return best
 
 
 def _require_room(work: Work, rooms: Sequence[int], caps: Sequence[int]) -> None:
@@ -183,8 +192,7 @@ def _require_room(work: Work, rooms: Sequence[int], caps: Sequence[int]) -> None
 
 def _orders(work: Work, rooms: Sequence[int] | None) -> Iterator[Plan]:
     yield work.plan
-    network, lags = work.network(work.edges(rooms))
-    tails = network.rests([job.time for job in work.jobs], lags)
+    tails = work.network(rooms).rests([job.time for job in work.jobs], work.lags)
     backward = [work.plan.bound.codes.traits(job.codes[0]).backward for job in work.jobs]
     for urgency in (tails, list(zip(backward, tails, strict=True))):
         if (order := _dispatched(work, rooms, urgency)) is not None:
@@ -203,15 +211,15 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
 
     Return `None` if the room that is left is too small for all that could start.
     """
-    jobs, edges = work.jobs, work.edges(None)
-    lacks = Counter(after for _, after, _ in edges)
+    jobs, follows = work.jobs, work.network(None).follows
+    lacks = [len(before) for before in follows]
     later = defaultdict[int, list[tuple[int, float]]](list)
-    for before, after, lag in edges:
-        later[before].append((after, lag))
+    for after, links in enumerate(follows):
+        for before, what in links:
+            later[before].append((after, work.lags[what]))
     room = _Room(work, rooms)
-    free = [0.0] * work.plan.ranks
-    earliest = [0.0] * len(jobs)
-    ready = {index for index in range(len(jobs)) if not lacks[index]}
+    free, earliest = [0.0] * work.plan.ranks, [0.0] * len(jobs)
+    ready = {index for index, many in enumerate(lacks) if not many}
     order: list[int] = []
     while ready:
         starts = {
@@ -270,8 +278,7 @@ class _Program:
             from ortools.sat.python import cp_model
         except ImportError as error:
             raise UsageError(f"the solver, OR-tools, is not installed ({error})\n  try: pip install ortools") from error
-        self.cp = cp_model
-        self.tick = tick
+        self.cp, self.tick = cp_model, tick
         self.times = times = [floor(job.time / tick + _ROUNDED) for job in work.jobs]
         if caps is not None and any(not times[made] for held in work.held for made, *_ in held):
             raise CostError("with a memory_cap, forwards must take time: at least a millionth of the longest action")
@@ -283,16 +290,15 @@ class _Program:
         for end in ends:
             model.add(end <= makespan)
         rooms = None if caps is None else work.rooms(caps)
-        for before, after, lag in work.edges(rooms):
-            model.add(self.starts[after] >= ends[before] + floor(lag / tick + _ROUNDED))
+        for start, links in zip(self.starts, work.network(rooms).follows, strict=True):
+            for before, what in links:
+                model.add(start >= ends[before] + floor(work.lags[what] / tick + _ROUNDED))
         spans = [model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, times, strict=True)]
         for rank in range(work.plan.ranks):
             model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
         for rank, room in enumerate(rooms or ()):
             self._keep(room, ends, last, work.held[rank], work.gradients[rank])
-        begun: dict[int, float] = {}
-        for row, starts in zip(best.plan.bound.rows, best.starts, strict=True):
-            begun.update(zip(row, starts, strict=True))
+        begun = dict(zip(chain(*best.plan.bound.rows), chain(*best.starts), strict=True))
         for start, job in zip(self.starts, work.jobs, strict=True):
             model.add_hint(start, round(begun[job.codes[0]] / tick))
         model.add_hint(makespan, round(best.makespan / tick))
@@ -342,7 +348,7 @@ class _Program:
 
 def _tick(work: Work) -> tuple[float, bool]:
     """Return the unit of time in which the solver counts, and whether all times are multiples of it."""
-    times = {job.time for job in work.jobs} | {lag for job in work.jobs for _, lag in job.needs}
+    times = {job.time for job in work.jobs} | {work.lags[what] for job in work.jobs for _, what in job.needs}
     longest = max(times)
     parts = {time: Fraction(time).limit_denominator(_FINEST) for time in times}
     shared = lcm(*(part.denominator for part in parts.values()))

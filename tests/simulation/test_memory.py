@@ -55,16 +55,6 @@ def test_gradients_that_are_under_way_count_if_they_are_asked_for():
     assert memory_use(pipelab.GPipe(2, 4), Memory(), sent_gradient=7).peaks == (0, 0)
 
 
-def test_a_curve_is_a_sequence_of_what_is_held():
-    use = memory_use(pipelab.OneFOneB(2, 4), Memory(weights=1, gradients=9, activations=100, outputs=7))
-    for curve, peak in zip(use.curves, use.at_peak, strict=True):
-        held = tuple(curve)
-        assert len(held) == len(curve) > 8
-        assert (curve[-1], curve[1:4]) == (held[-1], held[1:4])
-        assert peak == max(held, key=lambda each: each.total)
-        assert held.index(peak) == [each.total for each in held].index(peak.total)
-
-
 def test_a_split_backward_holds_what_it_leaves_from_its_first_half_to_its_second():
     plan = pipelab.Plan.parse(["0F0 0I0 0W0"])
     for left in (60, 100, 130):

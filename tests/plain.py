@@ -81,6 +81,24 @@ def no_waiting_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+class Made(nn.Module):
+    """A model in a line: what its forward does with itself and its input, and its parts by name."""
+
+    def __init__(self, does, **parts):
+        super().__init__()
+        self.does = does
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given, **named):
+        return self.does(self, *given, **named)
+
+
+def root_of_weight():
+    """Return a module with finite outputs and input gradients, and a weight's gradient, of a root at zero, that is not."""
+    return Made(lambda self, x: x + self.weight.sqrt(), weight=nn.Parameter(torch.zeros(1)))
+
+
 class Counts(nn.Module):
     """A planted bug: what it computes depends on how often it was called, which is in no buffer."""
 

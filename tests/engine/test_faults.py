@@ -11,12 +11,15 @@ import textwrap
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pipes import assert_trains, mse, refused, verified
 
 import plain
 import processes
 import pytest
 import torch
-from strategies import in_order, near
+from strategies import near
 from torch import nn
 
 import pipelab
@@ -33,8 +36,6 @@ from pipelab.errors import (
 )
 
 pytestmark = pytest.mark.timeout(60)  # far more than any of these takes: what hangs, fails here
-
-mse = nn.functional.mse_loss
 
 
 class Fuse(nn.Module):
@@ -70,14 +71,19 @@ def model_with(fuse, stages=3, at=1):
     )
 
 
-def assert_steps(pipe, model):
-    """The next step is right."""
-    x, y = plain.batch(8)
-    model.zero_grad()
-    expected = plain.gradients(model, mse, x, y, pipe.plan.microbatches)
-    pipe.step(x, y)
-    gradients = plain.taken(model)
-    assert plain.equal(gradients, expected) if in_order(pipe.plan) else plain.difference(gradients, expected) <= 1e-6
+@contextmanager
+def lit(schedule=OneFOneB(3, 4), **settings):  # noqa: B008 - no schedule changes
+    """A pipeline, the fuse in its stage 1, and its model. When the fuse is out, the pipeline trains as plainly."""
+    fuse = Fuse()
+    model = model_with(fuse)
+    with Pipeline(model, schedule, mse, **settings) as pipe:
+        yield pipe, fuse, model
+        fuse.forward_does = fuse.backward_does = None
+        assert_trains(pipe, model)
+
+
+def partial(model):
+    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def ranks_threads():
@@ -97,6 +103,12 @@ def raises(error):
     return does
 
 
+def at_call(number, does):
+    """Do something at the call of this number, from 0."""
+    calls = iter(range(1000))
+    return lambda x: does(x) if next(calls) == number else x
+
+
 def fails_forward(x):
     return x @ torch.zeros(7, 7)  # the student's line
 
@@ -108,146 +120,103 @@ def fails_backward(gradient):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", schedules)
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_exception_in_a_forward_names_its_place_and_line(name, at):
+@pytest.mark.parametrize("does", [fails_forward, fails_backward])
+def test_an_exception_names_its_place_and_line(name, at, does):
     fuse = Fuse()
     plan = near(name, 3, 4)
     first = {plan.bound.route(m)[at]: m for m in reversed(range(plan.microbatches))}  # by rank
     model = model_with(fuse, plan.stages, at)
     with Pipeline(model, plan, mse) as pipe:
-        assert_steps(pipe, model)
+        assert_trains(pipe, model)
         workers = ranks_threads()
-        model.zero_grad()
-        fuse.forward_does = fails_forward
+        setattr(fuse, "forward_does" if does is fails_forward else "backward_does", does)
         with pytest.raises(StageError) as failed:
             pipe.step(*plain.batch(8))
-        fuse.forward_does = None
+        fuse.forward_does = fuse.backward_does = None
         assert ranks_threads() <= workers  # everybody stopped by itself, nobody was given up
-        error = failed.value
-        m = first[error.rank]
-        assert (error.stage, str(error.action)) == (at, f"{at}F{m}")
-        told = str(error)
-        assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: {error.__cause__}")
-        assert f"stage {at}, micro-batch {m}, on cpu" in told
-        line = fails_forward.__code__.co_firstlineno + 1
-        assert f"{__file__}, line {line}, in fails_forward: return x @ torch.zeros(7, 7)" in told
-        added = any(parameter.grad is not None for parameter in model.parameters())
-        assert ("gradients are partial now" in told) == added
-        assert isinstance(error.__cause__, RuntimeError)
-        assert_steps(pipe, model)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", schedules)
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_exception_in_a_backward_names_its_place_and_line(name, at):
-    fuse = Fuse()
-    plan = near(name, 3, 4)
-    model = model_with(fuse, plan.stages, at)
-    with Pipeline(model, plan, mse) as pipe:
-        workers = ranks_threads()
-        fuse.backward_does = fails_backward
-        with pytest.raises(StageError) as failed:
-            pipe.step(*plain.batch(8))
-        fuse.backward_does = None
-        assert ranks_threads() <= workers
-        error = failed.value
+        error, told = failed.value, str(failed.value)
         assert error.stage == at
         assert error.rank in plan.replicas[at]
-        assert str(error.action).startswith((f"{at}B", f"{at}I", f"{at}W"))
-        line = fails_backward.__code__.co_firstlineno + 1
-        assert f"{__file__}, line {line}, in fails_backward" in str(error)
-        assert_steps(pipe, model)
+        assert str(error.action)[:2] in ([f"{at}F"] if does is fails_forward else [f"{at}B", f"{at}I", f"{at}W"])
+        assert f"{__file__}, line {does.__code__.co_firstlineno + 1}, in {does.__name__}: return " in told
+        assert isinstance(error.__cause__, RuntimeError)
+        if does is fails_forward:
+            m = first[error.rank]
+            assert told.startswith(f"{at}F{m} on rank {error.rank} failed: RuntimeError: {error.__cause__}")
+            assert f"stage {at}, micro-batch {m}, on cpu" in told
+            assert ("gradients are partial now" in told) == partial(model)
+        assert_trains(pipe, model)
 
 
 def test_an_exception_in_a_pure_forward_is_told_without_gradients():
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+    x, _ = plain.batch(8)
+    with lit() as (pipe, fuse, model):
         fuse.forward_does = fails_forward
         with pytest.raises(StageError, match="1F0 on rank 1 failed") as failed:
-            pipe.forward(plain.batch(8)[0])
+            pipe.forward(x)
         assert "partial" not in str(failed.value)
         fuse.forward_does = None
-        assert_steps(pipe, model)
-        torch.testing.assert_close(pipe.forward(plain.batch(8)[0]), model(plain.batch(8)[0]).detach())
+        torch.testing.assert_close(pipe.forward(x), model(x).detach())
 
 
-def test_an_error_in_a_layer_of_pytorchs_names_the_layer():
-    """Otherwise the line told is PyTorch's own, the same for every layer of that kind."""
-    inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(7, 6))
-    told = {
-        nn.Sequential(
-            nn.Linear(6, 6), nn.ReLU(), nn.Linear(7, 6)
-        ): "2, Linear(in_features=7, out_features=6, bias=True)",
-        nn.Sequential(nn.Linear(6, 6), nn.ReLU(), inner): "2.1, Linear(in_features=7, out_features=6, bias=True)",
-        nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), fails_in_a_class_of_its_own())): "1.1, Fuse",
-    }
-    for model, layer in told.items():
-        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
-            pipe.step(*plain.batch(4))
-        assert f"\n  in layer {layer}\n  at " in str(failed.value)
-        with Pipeline(model, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError, match=rf"\n  in layer {layer[0]}"):
-            pipe.forward(plain.batch(4)[0])
-
-
-def test_an_error_names_its_layer_even_if_it_stands_twice_or_cannot_be_shown():
-    class Shy(nn.Module):
-        def forward(self, x):
-            return fails_forward(x)
-
-        def extra_repr(self):
-            raise ValueError("not to be shown")
-
-    twice = nn.Linear(6, 6)
-    for model, told in [
-        (nn.Sequential(nn.Linear(6, 6), twice, nn.Linear(6, 7), twice), "in layer 1 or 3, Linear"),
-        (nn.Sequential(nn.Linear(6, 6), nn.Sequential(Shy(), nn.ReLU())), "in layer 1.0, Shy\n"),
-    ]:
-        with Pipeline(model, OneFOneB(1, 2), mse) as pipe, pytest.raises(StageError) as failed:
-            pipe.step(*plain.batch(4))
-        assert told in str(failed.value)
-        assert str(failed.value.__cause__) in str(failed.value)
-
-
-def test_an_error_in_a_traced_model_names_the_students_own_layer():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-
-        def forward(self, x):
-            return self.body(x).relu()
-
-    stages = pipelab.split(Net(), into=2, example=plain.batch(2)[0])
-    with Pipeline(stages, OneFOneB(2, 2), mse) as pipe, pytest.raises(StageError) as failed:
-        pipe.step(plain.batch(4)[0].double(), plain.batch(4)[1])
-    assert "\n  in layer body.0\n" in str(failed.value)
-
-
-def test_a_model_that_has_a_draft_is_a_model():
-    class Speculative(nn.Sequential):
-        def draft(self):
-            """A smaller model's guess: nothing to do with plans."""
-
-    with Pipeline(Speculative(*plain.mlp(4)), OneFOneB(2, 2), mse) as pipe:
-        assert pipe.verify(*plain.batch(4)).exact
-
-
-def fails_in_a_class_of_its_own():
+def burnt():
+    """Return a module of a class of its own, with a layer in it, that fails."""
     fuse = Fuse()
     fuse.forward_does, fuse.inner = fails_forward, nn.Identity()
     return fuse
 
 
-def test_an_error_of_a_whole_stage_or_of_the_loss_names_no_layer():
-    fuse = fails_in_a_class_of_its_own()
-    for model, loss in [
-        ([nn.Linear(6, 6), fuse], mse),
-        (plain.mlp(2), nn.Sequential(nn.Identity(), nn.Identity())),
-    ]:
-        with Pipeline(model, OneFOneB(2, 2), loss) as pipe, pytest.raises(StageError) as failed:
-            pipe.step(*plain.batch(4))
-        assert "in layer" not in str(failed.value)
+class Shy(nn.Module):
+    def forward(self, x):
+        return fails_forward(x)
+
+    def extra_repr(self):
+        raise ValueError("not to be shown")
+
+
+LINEAR, WIDER, TWICE = nn.Linear(6, 6), nn.Linear(7, 6), nn.Linear(6, 6)
+WIDERS_NAME = r"Linear\(in_features=7, out_features=6, bias=True\)"
+
+
+@pytest.mark.parametrize("call", ["step", "forward"])
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [
+        (nn.Sequential(LINEAR, nn.ReLU(), WIDER), f"2, {WIDERS_NAME}\n"),
+        (nn.Sequential(LINEAR, nn.ReLU(), nn.Sequential(nn.Linear(6, 6), WIDER)), f"2.1, {WIDERS_NAME}\n"),
+        (nn.Sequential(LINEAR, nn.Sequential(nn.ReLU(), burnt())), "1.1, Fuse"),
+        (nn.Sequential(LINEAR, TWICE, nn.Linear(6, 7), TWICE), "1 or 3, Linear"),
+        (nn.Sequential(LINEAR, nn.Sequential(Shy(), nn.ReLU())), "1.0, Shy\n"),
+    ],
+)
+def test_an_error_names_its_layer(model, layer, call):
+    """Otherwise the line told is PyTorch's own, the same for every layer of that kind."""
+    stages = 1 if "or" in layer else 2
+    error = refused(rf"\n  in layer {layer}", model, OneFOneB(stages, 2), batch=4, call=call)
+    assert str(error.__cause__) in str(error)
+
+
+def test_an_error_in_a_traced_model_names_the_students_own_layer():
+    body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = plain.Made(lambda self, x: self.body(x).relu(), body=body)
+    x, y = plain.batch(4)
+    stages = pipelab.split(model, into=2, example=x[:2])
+    refused(r"\n  in layer body\.0\n", stages, OneFOneB(2, 2), batch=(x.double(), y))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [([LINEAR, burnt()], mse), (plain.mlp(2), nn.Sequential(nn.Identity(), nn.Identity()))],
+    ids=["a whole stage", "the loss"],
+)
+def test_an_error_of_a_whole_stage_or_of_the_loss_names_no_layer(model, loss):
+    assert "in layer" not in str(refused("failed", model, OneFOneB(2, 2), batch=4, loss=loss))
+
+
+def test_a_model_that_has_a_draft_is_a_model():
+    model = plain.mlp(4)
+    model.draft = "a smaller model's guess: nothing to do with plans"
+    assert verified(model, OneFOneB(2, 2), 4).exact
 
 
 def test_stages_that_all_fail_at_once_are_one_error():
@@ -256,99 +225,77 @@ def test_stages_that_all_fail_at_once_are_one_error():
     with Pipeline(model, GPipe(4, 4), mse) as pipe:
         for _ in range(20):
             for number, fuse in enumerate(fuses):
-                calls = iter(range(100))
-                fuse.forward_does = lambda x, calls=calls, last=3 - number: (
-                    x if next(calls) < last else fails_forward(x)
-                )
+                fuse.forward_does = at_call(3 - number, fails_forward)
             with pytest.raises(StageError):
                 pipe.step(*plain.batch(8))
         for fuse in fuses:
             fuse.forward_does = None
-        assert_steps(pipe, model)
+        assert_trains(pipe, model)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), MemoryError("no room")])
 def test_even_what_would_end_a_program_is_reported(error):
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+    with lit() as (pipe, fuse, _):
         fuse.forward_does = raises(error)
         with pytest.raises(StageError, match=f"1F0 on rank 1 failed: {type(error).__name__}") as failed:
             pipe.step(*plain.batch(8))
         assert failed.value.__cause__ is error
-        fuse.forward_does = None
-        assert_steps(pipe, model)
 
 
 # --- losses
 
 
 @pytest.mark.parametrize(
-    ("loss", "told"),
+    ("loss", "cause", "told"),
     [
-        (lambda output, target: fails_forward(output), "RuntimeError: .*mat1 and mat2"),
-        (lambda output, target: output - target, r"returned a tensor of shape \(2, 6\), not one number"),
-        (lambda output, target: 3.0, "returned float, not a tensor"),
-        (lambda output, target: None, "returned NoneType, not a tensor"),
-        (lambda output, target: mse(output.detach(), target), "the loss has no history"),
-        (lambda output, target: (output - target).mean() * 1j, r"the loss is torch\.complex64: only a real number"),
-        (lambda output, target: output.sum().item() * torch.ones(()), "the loss has no history"),
+        (lambda output, target: fails_forward(output), RuntimeError, "RuntimeError: .*mat1 and mat2"),
+        (lambda output, target: output - target, LossError, r"a tensor of shape \(2, 6\), not one number"),
+        (lambda output, target: 3.0, LossError, "returned float, not a tensor"),
+        (lambda output, target: None, LossError, "returned NoneType, not a tensor"),
+        (lambda output, target: mse(output.detach(), target), LossError, "the loss has no history"),
+        (lambda output, target: (output - target).mean() * 1j, LossError, r"torch\.complex64: only a real number"),
+        (lambda output, target: output.sum().item() * torch.ones(()), LossError, "the loss has no history"),
     ],
 )
-def test_a_loss_that_is_none_is_told_on_the_last_stage(loss, told):
+def test_a_loss_that_is_none_is_told_on_the_last_stage(loss, cause, told):
     chosen = [loss]
     model = plain.mlp(6)
     with Pipeline(model, OneFOneB(3, 4), lambda output, target: chosen[0](output, target)) as pipe:
-        with pytest.raises(StageError, match=rf"2F0 on rank 2 failed: .*{told}"):
+        with pytest.raises(StageError, match=rf"2F0 on rank 2 failed: .*{told}") as failed:
             pipe.step(*plain.batch(8))
+        assert isinstance(failed.value.__cause__, cause)
         chosen[0] = mse
-        assert_steps(pipe, model)
-
-
-def test_a_loss_error_is_the_cause():
-    with Pipeline(plain.mlp(4), GPipe(2, 2), lambda output, target: 1) as pipe, pytest.raises(StageError) as failed:
-        pipe.step(*plain.batch(4))
-    assert isinstance(failed.value.__cause__, LossError)
+        assert_trains(pipe, model)
 
 
 # --- NaN and infinity
 
 
-def at_call(number, does):
-    """Do something at the call of this number, from 0."""
-    calls = iter(range(1000))
-    return lambda x: does(x) if next(calls) == number else x
-
-
 @pytest.mark.parametrize(
     ("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity")]
 )
-def test_the_first_nan_or_infinity_of_a_forward_is_told(value, told):
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
-        assert_steps(pipe, model)
+def test_the_first_nan_or_infinity_is_told(value, told):
+    with lit(watch_nan=True) as (pipe, fuse, model):
+        assert_trains(pipe, model)
         fuse.forward_does = at_call(2, lambda x: x * value)
         with pytest.raises(StageError, match=rf"1F2 on rank 1 made {told}: the output of stage 1") as failed:
             pipe.step(*plain.batch(8))
         assert (failed.value.rank, failed.value.stage, str(failed.value.action)) == (1, 1, "1F2")
         fuse.forward_does = None
-        assert_steps(pipe, model)
+        fuse.backward_does = at_call(1, lambda gradient: torch.full_like(gradient, value))
+        with pytest.raises(StageError, match=rf"1B1 on rank 1 made (NaN|{told}): the input gradient of stage 1"):
+            pipe.step(*plain.batch(8))
 
 
-def test_a_nan_after_a_backward_says_that_gradients_are_partial():
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
-        for at in (0, 3):  # in 1F0, before any backward, and in 1F3, after some
-            model.zero_grad()
-            fuse.forward_does = at_call(at, lambda x: x * float("nan"))
-            with pytest.raises(StageError) as failed:
-                pipe.step(*plain.batch(8))
-            added = any(parameter.grad is not None for parameter in model.parameters())
-            notes = getattr(failed.value, "__notes__", [])
-            assert notes == (["gradients are partial now: zero_grad() before the next step"] if added else [])
-            assert added == (at == 3)
+@pytest.mark.parametrize(("at", "after"), [(0, False), (3, True)])  # in 1F0, before any backward, and in 1F3
+def test_a_nan_after_a_backward_says_that_gradients_are_partial(at, after):
+    with lit(watch_nan=True) as (pipe, fuse, model):
+        fuse.forward_does = at_call(at, lambda x: x * float("nan"))
+        with pytest.raises(StageError) as failed:
+            pipe.step(*plain.batch(8))
+        notes = getattr(failed.value, "__notes__", [])
+        assert [note.startswith("gradients are partial now") for note in notes] == [True] * after
+        assert partial(model) == after
 
 
 def test_a_nan_that_was_there_before_is_not_said_to_be_made():
@@ -367,58 +314,33 @@ def test_a_nan_that_was_there_before_is_not_said_to_be_made():
 
 
 def test_infinities_that_are_meant_are_not_blamed_for_a_nan():
-    class Masks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.full((6,), -torch.inf))
-
-        def forward(self, x):
-            return x.log_() + 0 * self.mask.exp()
-
     x, y = plain.batch(8)
-    for model in (nn.Sequential(Masks(), nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), Masks(), nn.BatchNorm1d(6))):
-        with Pipeline(model, OneFOneB(2, 4), mse, watch_nan=True) as pipe, pytest.raises(StageError) as failed:
-            pipe.step(x.clone() - 5, y)
-        assert "made NaN" in str(failed.value)
-        assert "there was" not in str(failed.value)
+    masks = plain.Made(lambda self, x: x.log_() + 0 * self.mask.exp())
+    masks.register_buffer("mask", torch.full((6,), -torch.inf))
+    for model in (nn.Sequential(masks, nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6), masks, nn.BatchNorm1d(6))):
+        error = refused("made NaN", model, OneFOneB(2, 4), batch=(x - 5, y), watch_nan=True)
+        assert "there was" not in str(error)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_backward_that_fails_late_says_that_gradients_are_partial(name):
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, schedules[name](3, 4), mse) as pipe:
+    with lit(schedules[name](3, 4)) as (pipe, fuse, model):
         fuse.backward_does = at_call(3, fails_backward)
         with pytest.raises(StageError, match="\n  gradients are partial now"):
             pipe.step(*plain.batch(8))
-        assert any(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("value", "told"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
-def test_the_first_nan_or_infinity_of_a_backward_is_told(value, told):
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse, watch_nan=True) as pipe:
-        fuse.backward_does = at_call(1, lambda gradient: torch.full_like(gradient, value))
-        with pytest.raises(StageError, match=rf"1B1 on rank 1 made (NaN|{told}): the input gradient of stage 1"):
-            pipe.step(*plain.batch(8))
-        fuse.backward_does = None
-        assert_steps(pipe, model)
+        assert partial(model)
 
 
 def test_a_loss_that_is_nan_is_told():
     def nan(output, target):
         return mse(output, target) * float("nan")
 
-    told = "1F0 on rank 1 made NaN: the loss"
-    with Pipeline(plain.mlp(4), GPipe(2, 2), nan, watch_nan=True) as pipe, pytest.raises(StageError, match=told):
-        pipe.step(*plain.batch(4))
+    refused("1F0 on rank 1 made NaN: the loss", plain.mlp(4), GPipe(2, 2), batch=4, loss=nan, watch_nan=True)
 
 
 def test_without_the_watch_a_nan_passes_as_in_plain_training():
-    fuse = Fuse()
-    fuse.forward_does = lambda x: x * float("nan")
-    with Pipeline(model_with(fuse), OneFOneB(3, 4), mse) as pipe:
+    with lit() as (pipe, fuse, _):
+        fuse.forward_does = lambda x: x * float("nan")
         assert torch.isnan(pipe.step(*plain.batch(8)).loss)
 
 
@@ -442,8 +364,8 @@ class Hang:
 
 
 def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace):
-    fuse, hang = Fuse(), Hang()
-    with Pipeline(model_with(fuse), Naive(3, 2), mse, timeout=0.5) as pipe:
+    hang = Hang()
+    with lit(Naive(3, 2), timeout=0.5) as (pipe, fuse, _):
         fuse.forward_does = hang
         with pytest.raises(StepTimeoutError) as timeout:
             pipe.step(*plain.batch(8))
@@ -460,88 +382,54 @@ def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace)
 
 
 def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):
-    waited = []
-    halt = threads.ThreadsEngine._halt
+    waited, hang, halt = [], Hang(), threads.ThreadsEngine._halt
     monkeypatch.setattr(
         threads.ThreadsEngine,
         "_halt",
         lambda self, step, running, grace: waited.append(grace) or halt(self, step, running, grace),
     )
-    fuse, hang = Fuse(), Hang()
-    with Pipeline(model_with(fuse), Naive(3, 2), mse, timeout=2) as pipe:
+    with lit(Naive(3, 2), timeout=1) as (pipe, fuse, _):
         fuse.backward_does = hang
         with pytest.raises(StepTimeoutError, match="may still add to gradients"):
             pipe.step(*plain.batch(8))
         hang.over.set()
-    assert waited == [0.2]  # a tenth of the timeout, however long a stage may take to come back after an error
+    assert waited == [0.1]  # a tenth of the timeout, however long a stage may take to come back after an error
 
 
-def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace):
-    fuse, hang = Fuse(), Hang()
-    model = model_with(fuse)
-    others = ranks_threads()
-    with Pipeline(model, OneFOneB(3, 4), mse, timeout=1.5) as pipe:
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace, half):
+    hang, others = Hang(), ranks_threads()
+    with lit(timeout=1.5) as (pipe, fuse, model):
         started = ranks_threads() - others
-        for _ in range(3):
-            assert_steps(pipe, model)
+        assert_trains(pipe, model)
         before = pipe.step(*plain.batch(8)).trace.lanes
-        fuse.forward_does = hang
-        with pytest.raises(StepTimeoutError, match="rank 1 was running 1F0"):
+        setattr(fuse, f"{half}_does", hang)
+        with pytest.raises(StepTimeoutError, match=f"rank 1 was running 1{half[0].upper()}0"):
             pipe.step(*plain.batch(8))
-        fuse.forward_does = None
+        fuse.forward_does = fuse.backward_does = None
         assert len(ranks_threads() - started - others) == 1
         (stuck,) = [thread for thread in started if thread.name == "pipelab-rank-1"]
-        assert_steps(pipe, model)
+        assert_trains(pipe, model)
         after = pipe.step(*plain.batch(8)).trace.lanes
         assert [lane in after for lane in before] == [True, False, True]
         model.zero_grad()
         hang.over.set()  # the late one comes back, and ends
-        stuck.join(20)
-        assert not stuck.is_alive()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        for _ in range(3):
-            assert_steps(pipe, model)
-
-
-def test_a_late_backward_adds_nothing_to_the_next_steps_gradients(short_grace):
-    fuse, hang = Fuse(), Hang()
-    model = model_with(fuse)
-    others = ranks_threads()
-    with Pipeline(model, Naive(3, 4), mse, timeout=0.5) as pipe:
-        (stuck,) = [thread for thread in ranks_threads() - others if thread.name == "pipelab-rank-1"]
-        fuse.backward_does = hang
-        with pytest.raises(StepTimeoutError, match="rank 1 was running 1B0"):
-            pipe.step(*plain.batch(8))
-        fuse.backward_does = None
-        model.zero_grad()
-        hang.over.set()
-        stuck.join(20)
-        assert not stuck.is_alive()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert_steps(pipe, model)
+        assert_end([stuck])
+        assert not partial(model)
+        assert_trains(pipe, model)
 
 
 def test_a_slow_step_in_which_something_moves_does_not_time_out():
-    fuse = Fuse()
-    model = model_with(fuse)
-    fuse.forward_does = lambda x: time.sleep(0.3) or x
-    x, y = plain.batch(5)
-    with Pipeline(model, GPipe(3, 5), mse, timeout=1.0) as pipe:
-        trace = pipe.step(x, y).trace
+    with lit(GPipe(3, 5), timeout=1.0) as (pipe, fuse, _):
+        fuse.forward_does = lambda x: time.sleep(0.3) or x
+        trace = pipe.step(*plain.batch(5)).trace
     assert trace.makespan > 1000 * 1.0  # 5 x 0.3 s: with nothing moving for so long, it would have stopped
-    gradients = plain.taken(model)
-    fuse.forward_does = None
-    plain.one_after_another(model, mse, x, y, 5)
-    assert plain.equal(gradients, plain.taken(model))
 
 
 def test_no_timeout_waits_for_ever():
-    fuse = Fuse()
-    fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
-    model = model_with(fuse)
-    with Pipeline(model, GPipe(3, 2), mse, timeout=None) as pipe:
+    with lit(GPipe(3, 2), timeout=None) as (pipe, fuse, _):
+        fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
         assert pipe.step(*plain.batch(8)).trace.makespan > 1000 * 0.3
-        assert_steps(pipe, model)
 
 
 # --- interruptions
@@ -551,10 +439,17 @@ class Alarm(Exception):  # noqa: N818 - no error of ours
     pass
 
 
+@contextmanager
+def handling(number, handler):
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Alarm])
 def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
-    fuse = Fuse()
-    model = model_with(fuse)
     release = threading.Event()
 
     def interrupts(x):
@@ -565,42 +460,28 @@ def test_an_interruption_stops_all_workers_and_says_where_they_were(kind):
     def handler(number, frame):
         raise kind
 
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
-            assert_steps(pipe, model)
-            fuse.forward_does = at_call(1, interrupts)
-            with pytest.raises(kind) as interrupted:
-                pipe.step(*plain.batch(8))
-            release.set()
-            fuse.forward_does = None
-            note, *_ = interrupted.value.__notes__
-            assert note.startswith("interrupted while")
-            assert "rank 1 was running 1F1" in note
-            model.zero_grad()
-            time.sleep(0.05)
-            assert all(parameter.grad is None for parameter in model.parameters())  # nobody works on
-            assert_steps(pipe, model)
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    with handling(signal.SIGINT, handler), lit() as (pipe, fuse, model):
+        assert_trains(pipe, model)
+        fuse.forward_does = at_call(1, interrupts)
+        with pytest.raises(kind) as interrupted:
+            pipe.step(*plain.batch(8))
+        release.set()
+        note, *_ = interrupted.value.__notes__
+        assert note.startswith("interrupted while")
+        assert "rank 1 was running 1F1" in note
+        model.zero_grad()
+        time.sleep(0.05)
+        assert not partial(model)  # nobody works on
 
 
-def calls_step(pipe, x, y):
-    pipe.step(x, y)
-
-
-def calls_forward(pipe, x, y):
-    pipe.forward(x)
-
-
-@pytest.mark.parametrize("calls", [calls_step, calls_forward])
+@pytest.mark.parametrize("call", ["step", "forward"])
 @pytest.mark.parametrize("catches", [False, True])
-@pytest.mark.parametrize("within", [calls_step, calls_forward])
-def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(calls, catches, within):
-    fuse = Fuse()
-    model = model_with(fuse)
-    handled = threading.Event()
-    caught = []
+@pytest.mark.parametrize("within", ["step", "forward"])
+def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(call, catches, within):
+    handled, caught = threading.Event(), []
+
+    def run(name):
+        getattr(pipe, name)(*plain.batch(8)[: 1 if name == "forward" else 2])
 
     def interrupts(x):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -609,7 +490,7 @@ def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(calls, catc
 
     def handler(number, frame):
         try:
-            calls(pipe, *plain.batch(8))
+            run(call)
         except UsageError as error:
             caught.append(error)
             if not catches:
@@ -617,20 +498,11 @@ def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(calls, catc
         finally:
             handled.set()
 
-    previous = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with Pipeline(model, OneFOneB(3, 4), mse, timeout=30) as pipe:
-            fuse.forward_does = at_call(1, interrupts)
-            if catches:
-                within(pipe, *plain.batch(8))
-            else:
-                with pytest.raises(UsageError, match="signal handler"):
-                    within(pipe, *plain.batch(8))
-            fuse.forward_does = None
-            assert len(caught) == 1
-            assert_steps(pipe, model)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    with handling(signal.SIGUSR1, handler), lit(timeout=30) as (pipe, fuse, _):
+        fuse.forward_does = at_call(1, interrupts)
+        with nullcontext() if catches else pytest.raises(UsageError, match="signal handler"):
+            run(within)
+        assert len(caught) == 1
 
 
 def start(situation):
@@ -664,9 +536,8 @@ def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
                 break
     out, err = finished(process)
     told = "".join(lines) + out
-    assert "interrupted while" in told
-    assert "rank 1 was running 1F0" in told
-    assert "stepped" in told
+    for words in ("interrupted while", "rank 1 was running 1F0", "stepped"):
+        assert words in told
     assert "KeyboardInterrupt" in err
     assert "Fatal" not in err
     assert process.returncode in (-signal.SIGINT, 130, 1)
@@ -694,21 +565,17 @@ def test_a_process_ends_by_itself(situation):
 
 def test_a_closed_pipeline_refuses_to_step_and_its_threads_end():
     before = ranks_threads()
-    model = plain.mlp(6)
+    model, (x, y) = plain.mlp(6), plain.batch(8)
     pipe = Pipeline(model, OneFOneB(3, 4), mse)
     started = ranks_threads() - before
     assert len(started) == 3
     pipe.close()
     pipe.close()
     assert_end(started)
-    for use in (
-        lambda: pipe.step(*plain.batch(8)),
-        lambda: pipe.forward(plain.batch(8)[0]),
-        lambda: pipe.verify(*plain.batch(8)),
-    ):
+    for use in (lambda: pipe.step(x, y), lambda: pipe.forward(x), lambda: pipe.verify(x, y)):
         with pytest.raises(UsageError, match="this pipeline is closed: make a new one"):
             use()
-    plain.at_once(model, mse, *plain.batch(8))  # the model is as usable as ever
+    plain.at_once(model, mse, x, y)  # the model is as usable as ever
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -739,25 +606,12 @@ def test_an_exception_between_steps_closes_the_pipeline_and_is_passed_on():
 
 
 def test_two_threads_may_step_one_pipeline_one_after_the_other():
-    model = plain.mlp(6)
-    x, y = plain.batch(8)
+    model, (x, y) = plain.mlp(6), plain.batch(8)
     expected = plain.gradients(model, mse, x, y, 4)
-    errors = []
-    with Pipeline(model, OneFOneB(3, 4), mse, timeout=10) as pipe:
-
-        def steps():
-            try:
-                for _ in range(20):
-                    pipe.step(x, y)
-            except BaseException as error:  # noqa: BLE001 - told below
-                errors.append(error)
-
-        callers = [threading.Thread(target=steps) for _ in range(3)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join(40)
-    assert errors == []
+    with Pipeline(model, OneFOneB(3, 4), mse, timeout=10) as pipe, ThreadPoolExecutor(3) as callers:
+        steps = [callers.submit(pipe.step, x, y) for _ in range(60)]
+        for step in steps:
+            step.result(40)
     torch.testing.assert_close(plain.taken(model), {name: 60 * gradient for name, gradient in expected.items()})
 
 
@@ -778,14 +632,12 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(x, y, told):
-    model = plain.mlp(6)
-    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+    with lit() as (pipe, _, _):
         with pytest.raises(BatchError, match=told):
             pipe.step(x, y)
         if "cannot fill" in told:
             with pytest.raises(BatchError, match=told):
                 pipe.forward(x)
-        assert_steps(pipe, model)
 
 
 def test_a_schedule_that_stands_where_the_model_should_is_told_to_change_places():
@@ -815,24 +667,9 @@ def test_what_is_refused_starts_no_thread():
     assert ranks_threads() <= before
 
 
-class RootOfWeight(nn.Module):
-    """Its output is finite, and so is its input's gradient; its weight's, the slope of a root at zero, is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.sqrt()
-
-
 def test_a_weights_gradient_is_watched_too():
-    model = nn.Sequential(RootOfWeight(), nn.Linear(6, 6))
-    with (
-        Pipeline(model, Naive(2, 2), mse, watch_nan=True) as pipe,
-        pytest.raises(StageError, match="0B0 on rank 0 made (NaN|infinity): the gradient of 0.weight"),
-    ):
-        pipe.step(*plain.batch(4))
+    told = "0B0 on rank 0 made (NaN|infinity): the gradient of 0.weight"
+    refused(told, nn.Sequential(plain.root_of_weight(), nn.Linear(6, 6)), Naive(2, 2), batch=4, watch_nan=True)
 
 
 class DoubledInPlace(torch.autograd.Function):
@@ -861,20 +698,9 @@ def test_a_loss_that_writes_into_its_gradient_harms_no_other_microbatch():
         torch.testing.assert_close(one.grad, other.grad)
 
 
-class WritesIntoItsInput(nn.Module):
-    """Begins with an operation in place that no module's attribute shows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.relu(x, inplace=True)
-
-
 def test_a_stage_that_writes_into_its_leaf_is_named():
-    model = nn.Sequential(nn.Linear(6, 6), WritesIntoItsInput())
-    with (
-        Pipeline(model, Naive(2, 2), mse) as pipe,
-        pytest.raises(StageError, match="a leaf Variable that requires grad"),
-    ):
-        pipe.step(*plain.batch(4))
+    writes = plain.Made(lambda _, x: nn.functional.relu(x, inplace=True))  # that no module's attribute shows
+    refused("a leaf Variable that requires grad", nn.Sequential(nn.Linear(6, 6), writes), Naive(2, 2), batch=4)
 
 
 @pytest.mark.parametrize("asked", ["torch.set_num_threads(3)", "pass"], ids=["asked for", "default"])
@@ -903,16 +729,12 @@ def test_where_memory_ran_out_it_is_freed_and_the_next_step_works():
         held.append(weakref.ref(activation))
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    fuse = Fuse()
-    model = model_with(fuse)
-    with Pipeline(model, OneFOneB(3, 4), mse) as pipe:
+    with lit() as (pipe, fuse, _):
         fuse.forward_does = out_of_memory
         with pytest.raises(StageError) as caught:
             pipe.step(*plain.batch(8))
-        fuse.forward_does = None
         told = str(caught.value)
         assert "1F0 on rank 1 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in told
         assert "test_faults.py" in told
         assert "try: more micro-batches of fewer rows each" in told
         assert [activation() for activation in held] == [None]
-        assert_steps(pipe, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from pipes import assert_trains, mse, stepped, verified
 
 import plain
 import pytest
@@ -17,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from pipelab import GPipe, OneFOneB, Pipeline, replicate, split
 from pipelab.engine.model.split import cut
 from pipelab.errors import SplitError, UsageError
-
-mse = nn.functional.mse_loss
-
 
 # --- cut: deal layers out
 
@@ -138,39 +136,29 @@ def test_a_layer_in_two_stages_is_refused_with_what_to_do():
 
 def test_a_layer_without_parameters_may_stand_twice():
     activation = nn.Tanh()
-    model = nn.Sequential(nn.Linear(6, 6), activation, nn.Linear(6, 6), activation)
-    with Pipeline(model, OneFOneB(4, 4), mse) as pipe:
-        assert pipe.verify(*plain.batch(8)).exact
-
-
-class Network(nn.Sequential):
-    """A sequence with a constructor of its own, as students write it."""
-
-    def __init__(self, width):
-        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    assert verified(nn.Sequential(nn.Linear(6, 6), activation, nn.Linear(6, 6), activation), OneFOneB(4, 4)).exact
 
 
 def test_a_sequence_with_a_constructor_of_its_own_is_a_sequence():
-    model = Network(6)
-    assert split(model, 2).sizes == (2, 1)
-    with Pipeline(model, GPipe(3, 2), mse) as pipe:
-        pipe.verify(*plain.batch(4))
+    class Network(nn.Sequential):
+        def __init__(self, width):
+            super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
-
-class Skipping(nn.Sequential):
-    """A sequence with a forward of its own: dealing out its layers would lose what it does besides."""
-
-    def forward(self, x):
-        return super().forward(x) + x
+    assert split(Network(6), 2).sizes == (2, 1)
+    verified(Network(6), GPipe(3, 2), 4)
 
 
 def test_a_sequence_with_a_forward_of_its_own_is_traced():
-    model = Skipping(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    class Skipping(nn.Sequential):
+        """Dealing out its layers would lose what it does besides."""
+
+        def forward(self, x):
+            return super().forward(x) + x
+
+    model, (x, y) = Skipping(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), plain.batch(6)
     with pytest.raises(SplitError, match="Skipping is not a plain nn.Sequential"):
         split(model, 2)
-    x, y = plain.batch(6)
-    with Pipeline(split(model, 2, example=x[:2]), GPipe(2, 3), mse) as pipe:
-        pipe.verify(x, y)
+    verified(split(model, 2, example=x[:2]), GPipe(2, 3), (x, y))
 
 
 # --- split: any model, by PyTorch's tracer
@@ -204,19 +192,18 @@ class Residual(nn.Module):
         return self.head(self.dropout(x + first))
 
 
-def evaluated(model):
-    return model.eval()
+def layers(does, many=3, **parts):
+    """Return a model of linear layers, and what it does with them."""
+    torch.manual_seed(0)
+    return plain.Made(does, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(many)), **parts)
 
 
 def test_a_traced_model_gives_the_plain_gradients():
-    model = evaluated(Residual())
-    x, y = plain.batch(12)
-    expected = plain.gradients(model, mse, x, y, 4)
+    model, (x, y) = Residual().eval(), plain.batch(12)
     stages = split(model, 3, example=x[:3])
     assert sum(stages.sizes) == 7
     with Pipeline(stages, OneFOneB(3, 4), mse) as pipe:
-        step = pipe.step(x, y)
-        assert plain.difference(plain.taken(model), expected) <= 1e-6
+        step = assert_trains(pipe, model, (x, y), within=1e-6)
         torch.testing.assert_close(step.outputs, model(x).detach())
         assert list(pipe.state_dict()) == list(model.state_dict())
         pipe.verify(x, y)
@@ -248,8 +235,7 @@ def test_tracing_leaves_the_model_unmodified():
 
 @pytest.mark.parametrize("schedule", [OneFOneB(3, 5), replicate(GPipe(3, 5), 2)], ids=["1f1b", "replicas"])
 def test_a_traced_model_takes_any_number_of_rows(schedule):
-    model = evaluated(Residual())
-    x, y = plain.batch(80)
+    model, (x, y) = Residual().eval(), plain.batch(80)
     with Pipeline(split(model, 3, example=x[:3]), schedule, mse) as pipe:
         for rows in (37, 80, 12, 37):
             assert pipe.verify(x[:rows], y[:rows]).largest_difference <= 1e-6
@@ -257,16 +243,12 @@ def test_a_traced_model_takes_any_number_of_rows(schedule):
 
 
 def test_stages_that_cannot_tell_numbers_of_rows_apart_are_refused():
-    class Summed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.entry, self.body, self.head = (nn.Linear(6, 6) for _ in range(3))
-
-        def forward(self, x):
-            return self.head(self.body(self.entry(x).sum(0))).expand(len(x), 6)
+    def does(self, x):
+        entry, body, head = self.layers
+        return head(body(entry(x).sum(0))).expand(len(x), 6)
 
     x, y = plain.batch(6)
-    with Pipeline(split(Summed(), 2, example=x[:3]), GPipe(2, 2), mse) as pipe:
+    with Pipeline(split(layers(does), 2, example=x[:3]), GPipe(2, 2), mse) as pipe:
         pipe.step(x, y)
         with pytest.raises(SplitError, match="stage 1 takes values of the same shapes with 2 rows"):
             pipe.step(x[:4], y[:4])
@@ -290,24 +272,16 @@ class TiedTokens(nn.Module):
         return x @ self.embedding.weight.T + self.head(x) if self.function else self.head(x)
 
 
-@pytest.mark.parametrize("function", [False, True])
-def test_a_parameter_that_two_traced_stages_use_trains_as_one(function):
+@pytest.mark.parametrize(("function", "stages"), [(False, 1), (False, 3), (True, 3)])
+def test_a_parameter_that_is_used_twice_in_one_traced_stage_or_two_trains_as_one(function, stages):
     torch.manual_seed(0)
     model, tokens = TiedTokens(function), torch.arange(8)
-    with Pipeline(split(model, 3, example=tokens[:4]), GPipe(3, 2), nn.CrossEntropyLoss()) as pipe:
-        assert pipe.verify(tokens, tokens).parameters == len(list(model.parameters()))
+    with Pipeline(split(model, stages, example=tokens[:4]), GPipe(stages, 2), nn.CrossEntropyLoss()) as pipe:
+        proof = pipe.verify(tokens, tokens)
+        assert (proof.parameters, proof.largest_difference <= 1e-6) == (len(list(model.parameters())), True)
         pipe.step(tokens, tokens)
         model.embedding.weight.data += 1  # the stages see it
         torch.testing.assert_close(pipe.forward(tokens), model(tokens))
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_parameter_that_one_traced_stage_uses_twice_trains():
-    torch.manual_seed(0)
-    model, tokens = TiedTokens(), torch.arange(8)
-    with Pipeline(split(model, 1, example=tokens[:4]), GPipe(1, 2), nn.CrossEntropyLoss()) as pipe:
-        assert pipe.verify(tokens, tokens).largest_difference <= 1e-6
-        pipe.step(tokens, tokens)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -326,32 +300,28 @@ def test_an_activation_checkpoint_that_the_tracer_would_drop_is_refused(reentran
     split(Checkpointed().eval(), 2, example=x)
 
 
-class Stateful(nn.Module):
-    """What it computes depends on how often it was called."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.entry, self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.inner.calls = 0
-        self.scale = scale
-
-    def forward(self, x):
-        return self.head(self.scale(self) * self.inner(self.entry(x)))
+def stateful(scale):
+    """Return a model that may compute something else in each call."""
+    return layers(lambda self, x: self.layers[2](scale(self) * self.layers[1](self.layers[0](x))))
 
 
 def counted(model):
-    model.inner.calls += 1
-    return model.inner.calls
+    model.layers[1].calls = getattr(model.layers[1], "calls", 0) + 1
+    return model.layers[1].calls
 
 
-def test_a_forward_that_changes_from_call_to_call_is_refused():
-    numbers = itertools.count(1)
-    for scale, why in (
-        (counted, r"as its inner\.calls does"),
-        (lambda _: next(numbers), "for instance by Python's own"),
-    ):
-        with pytest.raises(SplitError, match=rf"(?s)other outputs than Stateful.*from call to call, {why}"):
-            split(Stateful(scale), 2, example=plain.batch(4)[0])
+NUMBERS = itertools.count(1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "why"),
+    [(counted, r"as its layers\.1\.calls does"), (lambda _: next(NUMBERS), "for instance by Python's own")],
+)
+def test_a_forward_that_changes_from_call_to_call_is_refused(scale, why):
+    model = stateful(scale)
+    model.layers[1].calls = 0
+    with pytest.raises(SplitError, match=rf"(?s)other outputs than Made.*from call to call, {why}"):
+        split(model, 2, example=plain.batch(4)[0])
 
 
 def test_what_is_made_once_in_the_first_call_is_no_state():
@@ -360,8 +330,7 @@ def test_what_is_made_once_in_the_first_call_is_no_state():
         return model.scale_made
 
     x, y = plain.batch(4)
-    with Pipeline(split(Stateful(once), 2, example=x[:2]), GPipe(2, 2), mse) as pipe:
-        assert pipe.verify(x, y).largest_difference <= 1e-6
+    assert verified(split(stateful(once), 2, example=x[:2]), GPipe(2, 2), (x, y)).largest_difference <= 1e-6
 
 
 def test_another_training_mode_is_traced_when_it_comes():
@@ -391,92 +360,63 @@ def test_an_evaluation_traces_again_for_other_rows_and_the_other_mode():
         assert not torch.allclose(pipe.step(x, y).outputs, evaluated)  # the stages of training are back, with dropout
 
 
-class Skips(nn.Module):
+def skips(self, x):
     """The input and the first layer's output are needed again in the last layers."""
+    entry, left, right, head = self.layers
+    first = entry(x)
+    second = torch.tanh(left(first))
+    third = torch.tanh(right(second))
+    return head(third * torch.sigmoid(first) + x) + second
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.entry, self.left, self.right, self.head = (nn.Linear(6, 6) for _ in range(4))
 
-    def forward(self, x):
-        first = self.entry(x)
-        second = torch.tanh(self.left(first))
-        third = torch.tanh(self.right(second))
-        return self.head(third * torch.sigmoid(first) + x) + second
+def early(self, x):
+    """Return what an earlier stage makes, too."""
+    first = self.layers[0](x)
+    return self.layers[3](self.layers[2](self.layers[1](first))), first
+
+
+def again(self, x):
+    """One norm runs after each layer."""
+    for layer in self.layers[:3]:
+        x = self.norm(layer(x))
+    return self.layers[3](x)
+
+
+def in_place(self, x):
+    for layer in self.layers:
+        x = self.relu(layer(x))
+    return x
+
+
+def loss_of_both(made, target):
+    return mse(made[0], target) + mse(made[1], target) if isinstance(made, tuple) else mse(made, target)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_a_value_that_skips_stages_is_carried_through_them(stages):
-    model = Skips()
-    x, y = plain.batch(6)
-    expected = plain.gradients(model, mse, x, y, 3)
-    with Pipeline(split(model, stages, example=x[:2]), OneFOneB(stages, 3), mse) as pipe:
-        pipe.step(x, y)
-        assert plain.difference(plain.taken(model), expected) <= 1e-6
-        torch.testing.assert_close(pipe.forward(x), model(x).detach())
-
-
-def test_a_model_may_return_what_an_earlier_stage_makes():
-    class Early(Skips):
-        def forward(self, x):
-            first = self.entry(x)
-            return self.head(self.right(self.left(first))), first
-
-    def loss(made, target):
-        return mse(made[0], target) + mse(made[1], target)
-
-    model = Early()
-    x, y = plain.batch(8)
-    expected = plain.gradients(model, loss, x, y, 4)
-    with Pipeline(split(model, 4, example=x[:2]), OneFOneB(4, 4), loss) as pipe:
-        pipe.step(x, y)
-        assert plain.difference(plain.taken(model), expected) <= 1e-6
+@pytest.mark.parametrize("does", [skips, early, again, in_place])
+def test_a_value_that_skips_stages_and_a_layer_that_runs_again_train_as_plainly(does, stages):
+    model, (x, y) = layers(does, 4, norm=nn.LayerNorm(6), relu=nn.ReLU(inplace=True)), plain.batch(8)
+    with Pipeline(split(model, stages, example=x[:2]), OneFOneB(stages, 4), loss_of_both) as pipe:
+        assert_trains(pipe, model, (x, y), loss_of_both, within=1e-6)
         torch.testing.assert_close(pipe.forward(x), model(x))
 
 
-def test_a_traced_model_may_return_several_values():
-    class Several(Skips):
-        def forward(self, x):
-            x = self.right(self.left(self.entry(x)))
-            return {"prediction": self.head(x), "code": x}
-
-    model = Several()
-    x, y = plain.batch(6)
+def test_a_traced_model_may_return_several_values_by_name():
+    def does(self, x):
+        code = self.layers[1](self.layers[0](x))
+        return {"prediction": self.layers[2](code), "code": code}
 
     def loss(output, target):
         return mse(output["prediction"], target) + 0.1 * output["code"].pow(2).mean()
 
-    with Pipeline(split(model, 2, example=x[:2]), OneFOneB(2, 3), loss) as pipe:
+    x, y = plain.batch(6)
+    with Pipeline(split(layers(does), 2, example=x[:2]), OneFOneB(2, 3), loss) as pipe:
         pipe.verify(x, y)
         assert pipe.step(x, y).outputs.keys() == {"prediction", "code"}
 
 
-def test_a_traced_stage_may_begin_with_an_operation_in_place():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.activation, self.second = nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.second(self.activation(self.first(x)))
-
-    model = InPlace()
-    x, y = plain.batch(4)
-    with Pipeline(split(model, 3, example=x[:2]), GPipe(3, 2), mse) as pipe:
-        pipe.verify(x, y)
-
-
 def test_a_traced_model_may_take_several_arguments():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x, scale):
-            return self.second(torch.tanh(self.first(x)) * scale)
-
-    model = Two()
+    model = layers(lambda self, x, scale: self.layers[1](torch.tanh(self.layers[0](x)) * scale), 2)
     x, y = plain.batch(4)
     scale = torch.arange(4.0).reshape(4, 1)
     loss = mse(model(x, scale), y).detach()
@@ -486,136 +426,61 @@ def test_a_traced_model_may_take_several_arguments():
 
 
 def test_what_the_tracer_cannot_follow_is_told():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+    def branches(self, x):
+        x = self.layers[0](x)
+        return self.layers[1](x) if x.sum() > 0 else self.layers[1](-x)
 
-        def forward(self, x):
-            x = self.first(x)
-            return self.second(x) if x.sum() > 0 else self.second(-x)
-
-    with pytest.raises(SplitError, match=r"(?s)Branching with 4 rows: .*list of stage modules"):
-        split(Branching(), 2, example=plain.batch(4)[0])
+    with pytest.raises(SplitError, match=r"(?s)Made with 4 rows: .*list of stage modules"):
+        split(layers(branches, 2), 2, example=plain.batch(4)[0])
 
 
 def test_an_example_that_does_not_fit_says_so_and_at_which_layer_and_leaves_no_trace():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.body = nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 6), nn.Linear(7, 6))
-
-        def forward(self, x):
-            return self.body(self.norm(x))
-
-    model = Net()
+    body = nn.Sequential(nn.Linear(5, 6), nn.Linear(7, 6))
+    model = plain.Made(lambda self, x: self.body(self.norm(x)), norm=nn.BatchNorm1d(5), body=body)
     with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
         split(model, into=2, example=torch.randn(4, 5))
-    layer = "body.1, Linear(in_features=7, out_features=6, bias=True)"
-    assert raised.value.__notes__ == [f"raised when the model ran on the example, in layer {layer}"]
+    (note,) = raised.value.__notes__
+    assert note.endswith("in layer body.1, Linear(in_features=7, out_features=6, bias=True)")
     assert model.norm.num_batches_tracked == 0
 
 
-def test_a_layer_that_runs_again_is_trained_in_each_stage_that_runs_it():
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks, self.norm = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.LayerNorm(6)
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = self.norm(block(x))
-            return x
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.head = Encoder(), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.head(self.encoder(x))
-
-    model = Model()
-    x, y = plain.batch(8)
-    expected = plain.gradients(model, mse, x, y, 4)
-    stages = split(model, 4, example=x[:2])
-    assert stages.sizes == (1, 1, 1, 1)
-    with Pipeline(stages, OneFOneB(4, 4), mse) as pipe:
-        pipe.step(x, y)
-        assert plain.difference(plain.taken(model), expected) <= 1e-6
-
-
 def test_tracing_leaves_the_mode_of_every_module_as_it_was():
-    torch.manual_seed(0)
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-            self.second = nn.Linear(4, 4)
-            self.first.eval()  # frozen on purpose
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    model = Mixed()
+    first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    model = plain.Made(lambda self, x: self.second(self.first(x)), first=first, second=nn.Linear(4, 4))
+    first.eval()  # frozen on purpose
     split(model, into=2, example=torch.randn(2, 4))
     assert [module.training for module in model.modules()] == [True, False, False, False, True]
 
 
 def test_what_was_traced_for_evaluation_is_kept():
-    model = TracedByNeed()
-    x = torch.randn(4, 4)
+    model = layers(lambda self, x: self.layers[1](self.drop(self.layers[0](x))), 2, drop=nn.Dropout(0.5))
+    x, _ = plain.batch(4)
     stages = split(model, into=2, example=x[:2])
-    with Pipeline(stages, GPipe(2, 2), nn.functional.mse_loss) as pipe:
+    with Pipeline(stages, GPipe(2, 2), mse) as pipe:
         model.eval()
         first = pipe.forward(x)
         assert stages.ready([x[:2], x[2:]], [2, 2]) is stages.ready([x[:2], x[2:]], [2, 2])
         torch.testing.assert_close(first, model(x))
 
 
-class TracedByNeed(nn.Module):
-    """No sequence, so it is traced; and with dropout, so its mode matters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.drop = nn.Dropout(0.5)
-        self.second = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.drop(self.first(x)))
-
-
-@pytest.mark.parametrize(
-    ("register", "kind"),
-    [
-        ("register_forward_hook", "forward"),
-        ("register_forward_pre_hook", "forward-pre"),
-        ("register_full_backward_hook", "backward"),
-        ("register_full_backward_pre_hook", "backward-pre"),
-    ],
-)
-def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(register, kind):
-    model = plain.mlp(4)
-    x, y = plain.batch(4)
-    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
-        handle = getattr(model, register)(lambda *_: None)
+@pytest.mark.parametrize("kind", ["forward", "forward-pre", "full-backward", "full-backward-pre"])
+def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(kind):
+    model, (x, y) = plain.mlp(4), plain.batch(4)
+    told = rf"the whole model has 1 {kind.removeprefix('full-')} hook .* register the hook on a layer"
+    with Pipeline(model, GPipe(2, 2), mse) as pipe:
+        handle = getattr(model, f"register_{kind.replace('-', '_')}_hook")(lambda *_: None)
         for call in (lambda: pipe.step(x, y), lambda: pipe.forward(x), lambda: split(model, into=2)):
-            with pytest.raises(SplitError, match=rf"the whole model has 1 {kind} hook .* register the hook on a layer"):
+            with pytest.raises(SplitError, match=told):
                 call()
         handle.remove()
         pipe.step(x, y)
 
 
 def test_a_hook_on_a_layer_runs_for_every_microbatch():
-    model = plain.mlp(4)
-    x, y = plain.batch(4)
-    seen = []
+    model, seen = plain.mlp(4), []
     model[2].register_forward_hook(lambda *_: seen.append("forward"))
     model[2].register_full_backward_hook(lambda *_: seen.append("backward"))
-    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss) as pipe:
-        pipe.step(x, y)
+    stepped(model, GPipe(2, 2), 4)
     assert seen == ["forward"] * 2 + ["backward"] * 2
 
 
@@ -626,15 +491,7 @@ def test_a_backward_hook_is_refused_where_the_tracer_would_lose_it():
         split(model, into=2, example=torch.randn(2, 6))
 
 
-class Twice(nn.Module):
-    """Runs one of its two layers twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.head(self.inner(self.inner(x)))
+TWICE = plain.Made(lambda self, x: self.head(self.inner(self.inner(x))), inner=nn.Linear(6, 6), head=nn.Linear(6, 6))
 
 
 NORM = nn.BatchNorm1d(4, affine=False)
@@ -653,7 +510,7 @@ NORM = nn.BatchNorm1d(4, affine=False)
         (nn.DataParallel(plain.mlp(2)), 2, {}, r"DataParallel runs the whole model on every device.*model\.module"),
         (Residual(), 2, {}, r"(?s)Residual is not a plain nn.Sequential.*example=x"),
         (Residual(), 8, {"example": torch.zeros(4, 6)}, "Residual has 7 layers, too few for 8 stages"),
-        (Twice(), 2, {"example": torch.zeros(4, 6)}, "too few for 2 stages.*'inner', which runs 2 times"),
+        (TWICE, 2, {"example": torch.zeros(4, 6)}, "too few for 2 stages.*'inner', which runs 2 times"),
         *((plain.mlp(3), into, {}, "into") for into in (0, -1, 2.0, True, None)),
     ],
 )

@@ -8,6 +8,8 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import contextmanager
+from pipes import assert_trains, mse, refused, stepped, verified
 from types import SimpleNamespace
 
 import plain
@@ -28,7 +30,6 @@ from pipelab.errors import EngineError, StageError, StepTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
 
-mse = nn.functional.mse_loss
 CPU = torch.device("cpu")
 
 TOLERANCE = 1e-6
@@ -128,26 +129,15 @@ def test_gradients_are_added_up_within_each_rank_then_in_the_order_of_the_ranks(
     assert plain.equal(plain.taken(model), summed_by_rank(alone, plan, 0))
 
 
-def test_one_replica_is_equal_bit_for_bit():
-    model = plain.mlp(4)
-    x, y = plain.batch(8)
-    expected = plain.gradients(model, mse, x, y, 4)
-    with Pipeline(model, replicate(OneFOneB(2, 4), 1), mse) as pipe:
-        pipe.step(x, y)
-        assert plain.equal(plain.taken(model), expected)
-        assert pipe.verify(x, y).exact
+ONE_RANK_EACH = Plan([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1), R(1)]], 2, 1)
 
 
-def test_an_all_reduce_of_a_stage_on_one_rank_changes_nothing():
-    plan = Plan([[F(0, 0), B(0, 0), R(0)], [F(0, 1), B(0, 1), R(1)]], 2, 1)
+@pytest.mark.parametrize("schedule", [replicate(OneFOneB(2, 4), 1), ONE_RANK_EACH], ids=["one replica", "R of one"])
+def test_a_stage_on_one_rank_is_equal_bit_for_bit(schedule):
     model = plain.mlp(4)
-    x, y = plain.batch(4)
-    plain.at_once(model, mse, x, y)
-    expected = plain.taken(model)
-    with Pipeline(model, plan, mse) as pipe:
-        trace = pipe.step(x, y).trace
-    assert plain.equal(plain.taken(model), expected)
-    assert_obeys(trace, plan)
+    with Pipeline(model, schedule, mse) as pipe:
+        assert_obeys(assert_trains(pipe, model).trace, pipe.plan)
+        assert pipe.verify(*plain.batch(8)).exact
 
 
 def test_a_step_adds_to_gradients_that_are_there():
@@ -164,20 +154,9 @@ def test_a_step_adds_to_gradients_that_are_there():
 
 
 def test_a_rank_without_a_gradient_for_a_weight_adds_none():
-    class Chooses(nn.Module):
-        """Which of its weights it uses depends on the micro-batch."""
-
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList(torch.ones(1) for _ in range(3))
-
-        def forward(self, x):
-            return x * self.weights[int(x[0, 0])]
-
-    model = nn.Sequential(Chooses())
-    x = torch.tensor([[0.0], [1.0]])
-    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
-        pipe.step(x, torch.ones(2, 1))
+    weights = nn.ParameterList(torch.ones(1) for _ in range(3))
+    model = nn.Sequential(plain.Made(lambda self, x: x * self.weights[int(x[0, 0])], weights=weights))
+    stepped(model, two_ranks(1, 1), (torch.tensor([[0.0], [1.0]]), torch.ones(2, 1)))
     assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True]
     assert model[0].weights[1].grad.tolist() == [0.0]
 
@@ -222,22 +201,12 @@ def test_the_users_autocast_holds_in_replicas_too():
 
 
 def test_a_traced_model_runs_as_replicas():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
-
-        def forward(self, x):
-            return self.third(self.second(self.first(x).tanh()) + x)
-
     torch.manual_seed(0)
-    model = Residual()
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    model = plain.Made(lambda self, x: self.layers[2](self.layers[1](self.layers[0](x).tanh()) + x), layers=layers)
     x, y = plain.batch(8)
-    plain.at_once(model, mse, x, y)
-    expected = plain.taken(model)
     with Pipeline(pipelab.split(model, 2, example=x[:2]), replicate(OneFOneB(2, 2), 2), mse) as pipe:
-        pipe.step(x, y)
-        assert plain.difference(plain.taken(model), expected) <= TOLERANCE
+        assert_trains(pipe, model, (x, y))
         model.eval()
         torch.testing.assert_close(pipe.forward(x), model(x))
         model.train()
@@ -282,86 +251,63 @@ def test_the_user_sees_one_model():
         torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm)
 
 
-def changes():
-    """Yield ways to change a model between two steps."""
-
-    def loaded(model):
-        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-
-    def assigned(model):
-        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
-
-    def data(model):
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 2
-
-    def replaced(model):
-        model[0].weight = nn.Parameter(torch.ones(6, 6))
-
-    def frozen(model):
-        model[0].requires_grad_(False)
-
-    def hooked(model):
-        model[2].register_forward_hook(lambda module, given, made: 2 * made)
-
-    def weight_hooked(model):
-        model[0].weight.register_hook(lambda gradient: 3 * gradient)
-
-    def attribute(model):
-        model[0].forward = functools.partial(nn.Linear.forward, model[0])
-        model[2].scale = 7
-        model[2].register_forward_hook(lambda module, given, made: module.scale * made)
-
-    def function(model):
-        model[1].activation, model[1].shift = torch.sigmoid, torch.ones(6)
-        model[1].register_forward_hook(lambda module, given, made: module.activation(made + module.shift))
-
-    def double(model):
-        model.double()
-
-    def renewed(model):
-        model[1].inner = nn.Linear(6, 6)
-        model[1].register_forward_hook(lambda module, given, made: module.inner(made))
-
-    def quieter(model):
-        model[3].register_parameter("bias", None)
-        model[2].register_parameter("bias", None)
-
-    for change in (
-        loaded,
-        assigned,
-        data,
-        replaced,
-        frozen,
-        hooked,
-        weight_hooked,
-        attribute,
-        function,
-        double,
-        renewed,
-        quieter,
-    ):
-        yield pytest.param(change, id=change.__name__)
+def loaded(model, **how):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, **how)
 
 
-@pytest.mark.parametrize("change", list(changes()))
+def data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def attribute(model):
+    model[0].forward = functools.partial(nn.Linear.forward, model[0])
+    model[2].scale = 7
+    model[2].register_forward_hook(lambda module, given, made: module.scale * made)
+
+
+def function(model):
+    model[1].activation, model[1].shift = torch.sigmoid, torch.ones(6)
+    model[1].register_forward_hook(lambda module, given, made: module.activation(made + module.shift))
+
+
+def renewed(model):
+    model[1].inner = nn.Linear(6, 6)
+    model[1].register_forward_hook(lambda module, given, made: module.inner(made))
+
+
+def quieter(model):
+    for layer in (3, 2):
+        model[layer].register_parameter("bias", None)
+
+
+CHANGES = {
+    "loaded": loaded,
+    "assigned": functools.partial(loaded, assign=True),
+    "data": data,
+    "replaced": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(6, 6))),
+    "frozen": lambda model: model[0].requires_grad_(False),
+    "hooked": lambda model: model[2].register_forward_hook(lambda module, given, made: 2 * made),
+    "weight hooked": lambda model: model[0].weight.register_hook(lambda gradient: 3 * gradient),
+    "attribute": attribute,
+    "function": function,
+    "double": lambda model: model.double(),
+    "renewed": renewed,
+    "quieter": quieter,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_replicas_follow_whatever_becomes_of_the_model_between_steps(change):
-    model = plain.mlp(4)
-    x, y = plain.batch(8)
+    model, (x, y) = plain.mlp(4), plain.batch(8)
     with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
         pipe.step(x, y)
         model.zero_grad()
         change(model)
-        dtype = model[0].weight.dtype
-        x, y = x.to(dtype), y.to(dtype)
+        x, y = x.to(model[0].weight), y.to(model[0].weight)
         pipe.step(x, y)
-        ours = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        for parameter in model.parameters():
-            parameter.grad = None
-        plain.one_after_another(model, mse, x, y, 4)
-        assert (
-            plain.difference(ours, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) <= TOLERANCE
-        )
+        ours = plain.taken(model)
+        assert plain.difference(ours, plain.gradients(model, mse, x, y, 4)) <= TOLERANCE
 
 
 def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_at_once():
@@ -377,11 +323,9 @@ def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused_at_once():
 
 
 def test_a_stage_on_one_rank_keeps_every_hook():
-    model = plain.mlp(4)
-    seen = []
+    model, seen = plain.mlp(4), []
     model[2].bias.register_post_accumulate_grad_hook(seen.append)
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        pipe.step(*plain.batch(8))
+    stepped(model, GPipe(2, 2))
     assert len(seen) == 2
 
 
@@ -416,7 +360,9 @@ class Tied(nn.Module):
         Tied,
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
         plain.Attention,
-        lambda: nn.Sequential(nn.Unflatten(1, (3, 2)), nn.LSTM(2, 2, batch_first=True), First(), nn.Flatten()),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (3, 2)), nn.LSTM(2, 2, batch_first=True), plain.Made(lambda _, x: x[0]), nn.Flatten()
+        ),
         lambda: nn.ModuleDict({"only": nn.Linear(6, 6)})["only"],
     ],
     ids=["tied", "parametrized", "attention", "LSTM", "linear"],
@@ -424,13 +370,7 @@ class Tied(nn.Module):
 def test_a_stage_of_any_kind_is_copied(middle):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), middle(), nn.Linear(6, 6))
-    with Pipeline(model, replicate(GPipe(3, 2), 2), mse) as pipe:
-        assert pipe.verify(*plain.batch(12)).largest_difference <= TOLERANCE
-
-
-class First(nn.Module):
-    def forward(self, given):
-        return given[0]
+    assert verified(model, replicate(GPipe(3, 2), 2), 12).largest_difference <= TOLERANCE
 
 
 def test_a_copy_shares_the_storage_of_its_parameters_and_nothing_of_their_gradients():
@@ -447,21 +387,10 @@ def test_a_copy_shares_the_storage_of_its_parameters_and_nothing_of_their_gradie
     assert [parameter.grad for parameter in module.parameters()] == [None] * 3
 
 
-class Scales(nn.Linear):
-    """Scales by what an object says that several layers may share."""
-
-    def __init__(self, settings):
-        super().__init__(6, 6)
-        self.settings = settings
-
-    def forward(self, x):
-        return self.settings.scale * super().forward(x)
-
-
 def test_an_object_that_is_changed_between_two_steps_holds_in_the_copies():
-    settings = SimpleNamespace(scale=1.0)
-    model = nn.Sequential(nn.Linear(6, 6), Scales(settings))
-    with Pipeline(model, replicate(GPipe(2, 2), 2), mse) as pipe:
+    settings = SimpleNamespace(scale=1.0)  # which several layers may share
+    scales = plain.Made(lambda self, x: self.settings.scale * self.linear(x), linear=nn.Linear(6, 6), settings=settings)
+    with Pipeline(nn.Sequential(nn.Linear(6, 6), scales), replicate(GPipe(2, 2), 2), mse) as pipe:
         for settings.scale in (1.0, 0.5, 2.0):
             assert pipe.verify(*plain.batch(8)).largest_difference < 1e-6
 
@@ -499,36 +428,18 @@ def test_nothing_of_a_copy_outlives_its_step():
 
 
 def test_a_step_that_failed_leaves_no_gradients_in_the_copies():
-    model, x = lit(1, None)
-    with Pipeline(model, Plan([[F(0, 0), B(0, 0)], [F(2, 0), B(2, 0), F(1, 0), B(1, 0)]], 1, 3), mse) as pipe:
-        model[0].does = fails
-        with pytest.raises(StageError):
-            pipe.step(x[:6], x[:6])
-        model[0].does = None
-        model.zero_grad()
-        pipe.verify(x[:6], x[:6])
-
-
-class Captured(nn.Module):
-    """Reaches its layer in a way that no copy can follow."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.apply_it = lambda x: self.linear(x)
-
-    def forward(self, x):
-        return self.apply_it(x)
+    plan = Plan([[F(0, 0), B(0, 0)], [F(2, 0), B(2, 0), F(1, 0), B(1, 0)]], 1, 3)
+    with lit(plan, 1, fails) as (pipe, x), pytest.raises(StageError):
+        pipe.step(x, x)
 
 
 def test_a_stage_whose_copy_would_use_the_models_own_weights_is_refused():
-    with Pipeline(nn.Sequential(Captured()), two_ranks(1, 1), mse) as pipe:
-        with pytest.raises(
-            StageError, match="the copy of stage 0 on rank 1 uses the model's own 0.linear.weight"
-        ) as told:
-            pipe.step(*plain.batch(2))
-        assert isinstance(told.value.__cause__, EngineError)
-        assert (told.value.rank, told.value.action) == (1, "0F1")
+    captured = plain.Made(lambda self, x: self.run(x), linear=nn.Linear(6, 6))
+    captured.run = lambda x: captured.linear(x)  # reaches its layer in a way that no copy can follow
+    told = "the copy of stage 0 on rank 1 uses the model's own 0.linear.weight"
+    error = refused(told, nn.Sequential(captured), two_ranks(1, 1), 2)
+    assert isinstance(error.__cause__, EngineError)
+    assert (error.rank, error.action) == (1, "0F1")
 
 
 # --- buffers
@@ -563,67 +474,50 @@ def test_running_statistics_that_rest_are_not_refused_until_they_are_tracked():
 
 def test_a_batch_norm_without_statistics_is_not_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False))
-    with Pipeline(model, two_ranks(1, 1), mse) as pipe:
-        assert pipe.verify(*plain.batch(8)).largest_difference <= TOLERANCE
+    assert verified(model, two_ranks(1, 1)).largest_difference <= TOLERANCE
 
 
 def test_running_statistics_on_one_rank_are_not_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
     rows = [[F(0, 0), F(1, 0), B(0, 0), B(1, 0)], [F(0, 1), B(0, 1)], [F(1, 1), B(1, 1)]]
-    with Pipeline(model, Plan(rows, 2, 2), mse) as pipe:
-        pipe.step(*plain.batch(8))
+    stepped(model, Plan(rows, 2, 2))
     assert model[1].num_batches_tracked == 2
 
 
 def test_the_lowest_ranks_statistics_are_kept_if_asked_for():
-    model, twin = normed(), normed()
-    x, y = plain.batch(12)
-    with Pipeline(model, two_ranks(2, 1), mse, replicated_buffers="lowest") as pipe:
-        pipe.step(x, y)
+    model, twin, (x, y) = normed(), normed(), plain.batch(12)
+    stepped(model, two_ranks(2, 1), (x, y), replicated_buffers="lowest")
     for rows in x.split(4)[:2]:
         twin(rows)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, twin.get_buffer(name))
 
 
-class Counts(nn.Module):
-    def __init__(self, in_place):
-        super().__init__()
-        self.linear, self.in_place = nn.Linear(6, 6), in_place
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x):
-        if self.in_place:
-            self.count += 1
-        else:
-            self.count = self.count + 1
-        return self.linear(x)
+def counts_in_place(self, x):
+    self.count += 1
+    return self.linear(x)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_buffer_that_a_copy_writes_into_is_refused_unless_asked_for(in_place):
-    model = nn.Sequential(Counts(in_place))
-    x, y = plain.batch(4)
-    with (
-        Pipeline(model, two_ranks(1, 1), mse) as pipe,
-        pytest.raises(EngineError, match="stage 0 writes into its buffer '0.count', and rank 1 runs a copy") as refused,
-    ):
-        pipe.step(x, y)
-    assert str(refused.value).endswith("\n  gradients are partial now: zero_grad() before the next step")
-    assert model[0].count == 0  # as before
-    with Pipeline(model, two_ranks(1, 1), mse) as pipe, pytest.raises(EngineError, match="writes into") as refused:
-        pipe.forward(x)
-    assert "gradients" not in str(refused.value)
-    assert model[0].count == 0
-    with Pipeline(model, two_ranks(3, 1), mse, replicated_buffers="lowest") as pipe:
-        pipe.step(x, y)
+def counts_anew(self, x):
+    self.count = self.count + 1
+    return self.linear(x)
+
+
+@pytest.mark.parametrize("does", [counts_in_place, counts_anew])
+def test_a_buffer_that_a_copy_writes_into_is_refused_unless_asked_for(does):
+    model = nn.Sequential(plain.Made(does, linear=nn.Linear(6, 6)))
+    model[0].register_buffer("count", torch.zeros(1))
+    told = "stage 0 writes into its buffer '0.count', and rank 1 runs a copy"
+    for call, partial in (("step", True), ("forward", False)):
+        error = refused(told, model, two_ranks(1, 1), 4, call=call, error=EngineError)
+        assert ("gradients are partial now" in str(error)) == partial
+        assert model[0].count == 0  # as before
+    stepped(model, two_ranks(3, 1), 4, replicated_buffers="lowest")
     assert model[0].count == 3
 
 
 def test_a_stage_without_shapes_is_refused():
-    model = nn.Sequential(nn.LazyLinear(6))
-    with Pipeline(model, two_ranks(1, 1), mse) as pipe, pytest.raises(ValueError, match="uninitialized parameter"):
-        pipe.step(*plain.batch(2))
+    refused("uninitialized parameter", nn.Sequential(nn.LazyLinear(6)), two_ranks(1, 1), 2, error=ValueError)
 
 
 # --- what goes wrong
@@ -640,11 +534,20 @@ class Fuse(nn.Module):
         return self.does(x) if self.does is not None and int(x[0, 0].detach()) == self.at else x * 1
 
 
-def lit(at, does):
-    """Return a model with a fuse, and a batch of four micro-batches, which hold their numbers."""
+@contextmanager
+def lit(schedule, at, does, **settings):
+    """A pipeline with a fuse at one of four micro-batches, which hold their numbers, and a batch of them.
+
+    When the fuse is out, the pipeline is right.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(Fuse(at, does), nn.Linear(6, 6), nn.Linear(6, 6))
-    return model, torch.arange(4.0).repeat_interleave(2).unsqueeze(1).expand(-1, 6).contiguous()
+    with Pipeline(model, schedule, mse, **settings) as pipe:
+        x = torch.arange(float(pipe.plan.microbatches)).repeat_interleave(2).unsqueeze(1).expand(-1, 6).contiguous()
+        yield pipe, x
+        model[0].does = None
+        model.zero_grad()
+        pipe.verify(x, x)
 
 
 def fails(x):
@@ -653,61 +556,40 @@ def fails(x):
 
 @pytest.mark.parametrize("at", range(4))
 def test_an_exception_in_a_replica_names_its_rank_and_frees_those_who_wait_for_it(at):
-    model, x = lit(at, fails)
-    with Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
+    with lit(replicate(OneFOneB(2, 2), 2), at, fails) as (pipe, x):
         with pytest.raises(StageError) as failed:
             pipe.step(x, x)
         assert (failed.value.rank, failed.value.stage, failed.value.action) == (2 * (at % 2), 0, f"0F{at}")
-        model[0].does = None
-        model.zero_grad()
-        pipe.verify(x, x)
 
 
 def test_a_rank_that_does_not_come_is_told_and_the_others_are_freed(monkeypatch):
     monkeypatch.setattr(threads, "_GRACE_SECONDS", 0.3)
     release = threading.Event()
-
-    def hangs(x):
-        release.wait(20)
-        return x
-
-    model, x = lit(3, hangs)
     plan = Plan([[F(0, 0), F(1, 0), F(2, 0), B(0, 0), B(1, 0), B(2, 0)], [F(3, 0), B(3, 0)]], 1, 4)
-    with Pipeline(model, plan, mse, timeout=0.5) as pipe:
+    with lit(plan, 3, lambda x: x * release.wait(20), timeout=0.5) as (pipe, x):
         with pytest.raises(StepTimeoutError) as stuck:
             pipe.step(x, x)
         release.set()
         told = str(stuck.value)
         assert "rank 0 waits, before 0R (stage 0, position 6), for rank 1 to come to it too" in told
         assert "rank 1 was running 0F3 (stage 0, position 0), at " in told
-        model[0].does = None
-        model.zero_grad()
-        pipe.verify(x, x)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals on this system")
 def test_ctrl_c_frees_those_who_wait_at_an_all_reduce():
     release = threading.Event()
 
-    def waits(x):
-        release.wait(20)
-        return x
-
     def interrupt(*_):
         threading.Timer(0.5, release.set).start()  # later than the report of where everybody is
         raise KeyboardInterrupt
 
-    model, x = lit(3, waits)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with Pipeline(model, two_ranks(3, 1), mse) as pipe:
+        with lit(two_ranks(3, 1), 3, lambda x: x * release.wait(20)) as (pipe, x):
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             with pytest.raises(KeyboardInterrupt) as stopped:
                 pipe.step(x, x)
             assert "rank 0 waits, before 0R" in stopped.value.__notes__[0]
-            model[0].does = None
-            model.zero_grad()
-            pipe.verify(x, x)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -717,30 +599,21 @@ def test_an_error_in_an_all_reduce_names_it_and_frees_the_others(monkeypatch):
     def fails_to_add(_):
         raise MemoryError("no room for the sum")
 
-    model = plain.mlp(2)
-    x, y = plain.batch(4)
-    with Pipeline(model, two_ranks(1, 1, 2), mse) as pipe:
-        with monkeypatch.context() as patch:
-            patch.setattr(AllReduce, "_add_up", fails_to_add)
-            with pytest.raises(StageError, match="0R on rank 0 failed: MemoryError: no room") as failed:
-                pipe.step(x, y)
+    with lit(two_ranks(1, 1, 2), None, None) as (pipe, x), monkeypatch.context() as patch:
+        patch.setattr(AllReduce, "_add_up", fails_to_add)
+        with pytest.raises(StageError, match="0R on rank 0 failed: MemoryError: no room") as failed:
+            pipe.step(x, x)
+        patch.undo()
         assert "stage 0, on cpu" in str(failed.value)
         assert (failed.value.rank, failed.value.action) == (0, "0R")
-        model.zero_grad()
-        pipe.verify(x, y)
 
 
 def test_a_sum_that_is_not_finite_is_told():
-    model = nn.Sequential(nn.Linear(6, 6))
-    x = torch.full((2, 6), 1e38)  # each micro-batch's gradient is finite, their sum is not
-
-    def loss(output, target):
-        return 2 * output.sum()
-
-    with Pipeline(model, two_ranks(1, 1), loss, reduction="sum", watch_nan=True) as pipe:
-        nn.init.zeros_(model[0].weight)
-        with pytest.raises(StageError, match="0R on rank 0 made infinity: the gradient of 0.weight of stage 0, shape"):
-            pipe.step(x, x)
+    model, x = nn.Sequential(nn.Linear(6, 6)), torch.full((2, 6), 1e38)  # each micro-batch's gradient is finite
+    nn.init.zeros_(model[0].weight)
+    told = "0R on rank 0 made infinity: the gradient of 0.weight of stage 0, shape"
+    how = {"reduction": "sum", "watch_nan": True}
+    refused(told, model, two_ranks(1, 1), (x, x), lambda output, target: 2 * output.sum(), **how)
 
 
 def test_a_batch_of_evaluation_only_needs_no_all_reduce():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pipes import mse, refused, stepped, verified
 
 import plain
 import pytest
@@ -12,12 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipelab import Action, F, GPipe, I, Naive, Pipeline, Plan, W, emulated
+from pipelab import F, GPipe, I, Naive, Pipeline, Plan, W, emulated
 from pipelab.engine.stage.split_backward import input_gradients, weight_gradients
 from pipelab.engine.stage.stage import Stage
-from pipelab.errors import StageError
 
-mse = nn.functional.mse_loss
 WIDTH = 6
 
 
@@ -30,68 +29,41 @@ def one_by_one(stages, microbatches):
 # --- models, each a stage of its own between two linear ones
 
 
-class CrossAttention(nn.Module):
+def linear(does, **parts):
+    """Return a stage with a linear layer, and what it does."""
+    return plain.Made(does, linear=nn.Linear(WIDTH, WIDTH), **parts)
+
+
+def attends_across(self, x):
     """Its packed weight is cut in pieces, which two forks use."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x):
-        x = x.reshape(len(x), 1, WIDTH)
-        return self.attention(x, 2 * x, 2 * x)[0].reshape(len(x), WIDTH)
+    x = x.reshape(len(x), 1, WIDTH)
+    return self.attention(x, 2 * x, 2 * x)[0].reshape(len(x), WIDTH)
 
 
-class Convolution(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(2, 2, 3, padding=1)
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x):
-        return self.norm(self.convolution(x.reshape(len(x), 2, 3))).reshape(len(x), WIDTH)
+def convolution():
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(2), nn.Flatten())
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, WIDTH, batch_first=True)
-
-    def forward(self, x):
-        return self.lstm(x.reshape(len(x), 3, 2))[0][:, -1]
+def recurrent():
+    lstm = nn.LSTM(2, WIDTH, batch_first=True)
+    return plain.Made(lambda self, x: self.lstm(x.reshape(len(x), 3, 2))[0][:, -1], lstm=lstm)
 
 
-class UsedTwice(nn.Module):
-    """One linear layer, one behind the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(torch.tanh(self.linear(x)))
+def used_twice():
+    """Return one linear layer, one behind the other."""
+    return linear(lambda self, x: self.linear(torch.tanh(self.linear(x))))
 
 
-class SharedMask(nn.Module):
+def shares_a_mask(self, x):
     """A weight that is made first, then used at two places and given away."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.own = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        masked = self.weight * torch.ones(WIDTH, WIDTH).triu()
-        return (x @ masked).tanh() @ masked + self.own, masked.sum()
+    masked = self.weight * torch.ones(WIDTH, WIDTH).triu()
+    return (x @ masked).tanh() @ masked + self.own, masked.sum()
 
 
-class TakesTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, given):
-        left, right = given
-        return self.linear(left) * right
+def shared_mask():
+    weight, own = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+    takes_two = linear(lambda self, given: self.linear(given[0]) * given[1])
+    return plain.Made(shares_a_mask, weight=weight, own=own), takes_two
 
 
 class Multiply(torch.autograd.Function):
@@ -108,13 +80,8 @@ class Multiply(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum(dim=0)
 
 
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x):
-        return Multiply.apply(self.linear(x), self.weight)
+def custom():
+    return linear(lambda self, x: Multiply.apply(self.linear(x), self.weight), weight=nn.Parameter(torch.randn(WIDTH)))
 
 
 class Checkpointed(nn.Module):
@@ -132,65 +99,37 @@ class Checkpointed(nn.Module):
         return self.outer(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
 
 
-class WritesIntoAPart(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.part = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(2))
-
-    def forward(self, x):
-        x = self.linear(x)
-        x[:, 1:3] *= self.part
-        x[:, 4:].add_(self.part)
-        return x
+def writes_into_a_part(self, x):
+    x = self.linear(x)
+    x[:, 1:3] *= self.part
+    x[:, 4:].add_(self.part)
+    return x
 
 
-class IgnoresItsInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
+def beside():
+    """Return a stage that gives what depends on its input, what does not, a parameter as it is, and a tensor twice.
 
-    def forward(self, x):
-        return self.weight.expand(len(x), -1) * 2
+    And the next stage, that takes them.
+    """
 
-
-class Beside(nn.Module):
-    """Gives what depends on its input, what does not, a parameter as it is, and the same tensor twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.scale, self.bias = nn.Linear(WIDTH, WIDTH), *(nn.Parameter(torch.randn(6)) for _ in "ab")
-
-    def forward(self, x):
+    def gives(self, x):
         y = self.linear(x)
         return {"y": y, "scale": self.scale.exp(), "bias": self.bias, "again": y}
 
-
-class Gathers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, given):
+    def takes(self, given):
         return self.linear(given["y"] * given["scale"] + given["bias"] + given["again"])
 
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.unused, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.frozen(self.linear(x))
+    scale, bias = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+    return linear(gives, scale=scale, bias=bias), linear(takes)
 
 
-class Embeds(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 6, sparse=True)
+def unused():
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    return linear(lambda self, x: self.frozen(self.linear(x)), unused=nn.Linear(WIDTH, WIDTH), frozen=frozen)
 
-    def forward(self, x):
-        return x * self.embedding(torch.arange(len(x)) % 4) + self.embedding(torch.zeros(1, dtype=torch.long))
+
+def embeds(self, x):
+    return x * self.table(torch.arange(len(x)) % 4) + self.table(torch.zeros(1, dtype=torch.long))
 
 
 def layers(*middle):
@@ -201,25 +140,31 @@ MODELS = {
     "linear layers": lambda: layers(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())),
     "in place": lambda: layers(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True))),
     "attention": lambda: layers(plain.Attention()),
-    "cross attention": lambda: layers(CrossAttention()),
-    "convolution and batch norm": lambda: layers(Convolution()),
-    "LSTM": lambda: layers(Recurrent()),
+    "cross attention": lambda: layers(
+        plain.Made(attends_across, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+    ),
+    "convolution and batch norm": lambda: layers(convolution()),
+    "LSTM": lambda: layers(recurrent()),
     "layer norm": lambda: layers(nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.LayerNorm(6))),
-    "used twice": lambda: layers(UsedTwice()),
-    "shared mask": lambda: layers(SharedMask(), TakesTwo()),
-    "custom function": lambda: layers(Custom()),
+    "used twice": lambda: layers(used_twice()),
+    "shared mask": lambda: layers(*shared_mask()),
+    "custom function": lambda: layers(custom()),
     "checkpoint": lambda: layers(Checkpointed()),
     "reentrant checkpoint": lambda: layers(Checkpointed(use_reentrant=True)),
-    "writes into a part": lambda: layers(WritesIntoAPart()),
-    "ignores its input": lambda: layers(IgnoresItsInput()),
-    "outputs beside the input": lambda: layers(Beside(), Gathers()),
-    "unused and frozen": lambda: layers(Unused()),
+    "writes into a part": lambda: layers(linear(writes_into_a_part, part=nn.Parameter(torch.randn(2)))),
+    "ignores its input": lambda: layers(
+        plain.Made(lambda self, x: self.weight.expand(len(x), -1) * 2, weight=nn.Parameter(torch.randn(WIDTH)))
+    ),
+    "outputs beside the input": lambda: layers(*beside()),
+    "unused and frozen": lambda: layers(unused()),
     "frozen stage": lambda: layers(nn.Linear(6, 6).requires_grad_(requires_grad=False)),
     "nothing that learns": lambda: layers(nn.Tanh()),
     "identity": lambda: layers(nn.Identity()),
     "parametrized": lambda: layers(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
     "dropout": lambda: layers(nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.5))),
-    "embedding": lambda: nn.Sequential(nn.Linear(6, 6), Embeds(), nn.Linear(6, 6)),
+    "embedding": lambda: nn.Sequential(
+        nn.Linear(6, 6), plain.Made(embeds, table=nn.Embedding(4, 6, sparse=True)), nn.Linear(6, 6)
+    ),
 }
 
 
@@ -239,11 +184,11 @@ def assert_equal(ours, theirs):
         assert gradient is None or torch.equal(gradient, theirs[name]), name
 
 
-def stepped(model, plan, x, y):
-    """Return the gradients of one step."""
+def gradients_of_a_step(model, plan, x, y, steps=1):
     torch.manual_seed(1)
     with Pipeline(model, plan, mse) as pipe:
-        pipe.step(x, y)
+        for _ in range(steps):
+            pipe.step(x, y)
     return gradients_of(model)
 
 
@@ -262,10 +207,10 @@ def test_gradients_of_a_split_backward_are_those_of_the_full_one_bit_for_bit(nam
     model = MODELS[name]()
     x, y = plain.batch(10)
     full, halves = plans(name, stages or len(model))
-    assert_equal(stepped(model, halves, x, y), stepped(model, full, x, y))
+    assert_equal(gradients_of_a_step(model, halves, x, y), gradients_of_a_step(model, full, x, y))
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"in place"}))  # which gets a copy, and that changes last bits
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_a_split_backward_are_those_of_the_plain_loop_bit_for_bit(name):
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -273,40 +218,20 @@ def test_gradients_of_a_split_backward_are_those_of_the_plain_loop_bit_for_bit(n
     torch.manual_seed(1)
     plain.one_after_another(model, mse, x, y, 3)
     expected = gradients_of(model)
-    assert_equal(stepped(model, plans(name, len(model))[1], x, y), expected)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"dropout"}))
-def test_a_split_backward_adds_to_gradients_that_are_there(name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    x, y = plain.batch(10)
-    found = []
-    for plan in plans(name, 2):
-        with Pipeline(model, plan, mse) as pipe:
-            pipe.step(x, y)
-            pipe.step(x, y)
-        found.append(gradients_of(model))
-    assert_equal(*found)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"dropout", "embedding"}))
-def test_a_split_backward_is_verified(name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    with Pipeline(model, split_plan(len(model), 3), mse) as pipe:
-        assert pipe.verify(*plain.batch(9)).exact
+    full, halves = plans(name, len(model))
+    found = gradients_of_a_step(model, halves, x, y)
+    if name != "in place":  # which gets a copy, and that changes last bits
+        assert_equal(found, expected)
+    if name not in ("dropout", "embedding"):
+        assert verified(model, halves, 9).exact
+    if name != "dropout":  # a second step adds to gradients that are there
+        assert_equal(*(gradients_of_a_step(model, plan, x, y, steps=2) for plan in (halves, full)))
 
 
 def test_a_split_backward_runs_outside_of_autocast_as_a_full_one_does():
     model = layers(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
-    x, y = plain.batch(8)
-    found = []
-    for plan in (GPipe(3, 4).plan(), split_plan(3, 4)):
-        with torch.autocast("cpu", torch.bfloat16), Pipeline(model, plan, mse) as pipe:
-            pipe.step(x, y)
-        found.append(gradients_of(model))
-    assert_equal(*found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(*(gradients_of_a_step(model, plan, *plain.batch(8)) for plan in (GPipe(3, 4), split_plan(3, 4))))
 
 
 def test_random_orders_of_w_add_up_in_that_order():
@@ -323,64 +248,65 @@ def test_random_orders_of_w_add_up_in_that_order():
 # --- hooks
 
 
+def tripled(gradient):
+    return 3 * gradient
+
+
 def with_hooks(kind):
     """Return a model with a hook that changes gradients."""
     torch.manual_seed(0)
-    model = layers(
-        UsedTwice() if kind == "shared weight" else nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    )
-    if kind == "weight":
-        model[1][0].weight.register_hook(lambda gradient: 3 * gradient)
-    elif kind == "shared weight":
-        model[1].linear.weight.register_hook(lambda gradient: 3 * gradient)
-    elif kind == "activation":
-        model[1][0].register_forward_hook(
-            lambda module, given, made: made.register_hook(lambda gradient: 3 * gradient) and None
-        )
+    twice = kind == "shared weight"
+    model = layers(used_twice() if twice else nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    layer = model[1].linear if twice else model[1][0]
+    if kind == "activation":
+        layer.register_forward_hook(lambda module, given, made: made.register_hook(tripled) and None)
+    elif kind == "module":
+        layer.register_full_backward_hook(lambda module, given, made: (3 * given[0],))
     else:
-        model[1][0].register_full_backward_hook(lambda module, given, made: (3 * given[0],))
+        layer.weight.register_hook(tripled)
     return model
 
 
 @pytest.mark.parametrize("kind", ["weight", "shared weight", "activation", "module"])
 def test_a_hook_that_changes_a_gradient_changes_it_once(kind):
-    model = with_hooks(kind)
-    x, y = plain.batch(9)
-    assert_equal(stepped(model, split_plan(3, 3), x, y), stepped(model, GPipe(3, 3), x, y))
+    model, (x, y) = with_hooks(kind), plain.batch(9)
+    assert_equal(*(gradients_of_a_step(model, plan, x, y) for plan in (split_plan(3, 3), GPipe(3, 3))))
 
 
-@pytest.mark.parametrize("middle", [nn.Linear(6, 6), UsedTwice(), Custom()], ids=["linear", "used twice", "custom"])
+@pytest.mark.parametrize("middle", [nn.Linear(6, 6), used_twice(), custom()], ids=["linear", "used twice", "custom"])
 def test_a_weights_hooks_run_once_for_each_microbatch(middle):
-    model = layers(middle)
     seen = []
     for parameter in middle.parameters():
         parameter.register_post_accumulate_grad_hook(seen.append)
-    stepped(model, split_plan(3, 4), *plain.batch(8))
+    stepped(layers(middle), split_plan(3, 4))
     assert sorted(map(id, seen)) == sorted(4 * list(map(id, middle.parameters())))
 
 
 def test_a_modules_backward_hook_runs_once_for_each_microbatch():
     model, seen = layers(nn.Linear(6, 6)), []
     model[1].register_full_backward_hook(lambda module, given, made: seen.append(module))
-    stepped(model, split_plan(3, 4), *plain.batch(8))
+    stepped(model, split_plan(3, 4))
     assert len(seen) == 4
 
 
 # --- what I does, what W does
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+class Calls(TorchDispatchMode):
+    """Counts calls of some kernels."""
 
-    count = 0
+    def __init__(self, *names):
+        super().__init__()
+        self.names, self.count = names, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        self.count += function.overloadpacket.__name__ in self.names
         return function(*arguments, **(options or {}))
 
 
 def products_of(work):
-    with Products() as products:
+    """Return how many matrix products some work takes, and what it returns."""
+    with Calls("mm", "bmm") as products:
         result = work()
     return products.count, result
 
@@ -406,49 +332,37 @@ def test_no_matrix_product_is_made_twice():
     assert leaf.grad is not None
 
 
-class Sequences(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1))[0]
-
-
-class LearnedQueries(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.ones(1, 1, 2, WIDTH))
-
-    def forward(self, x):
-        keys = x.reshape(1, 1, len(x), WIDTH)
-        return nn.functional.scaled_dot_product_attention(self.queries, keys, keys)
+def learned_queries(self, x):
+    keys = x.reshape(1, 1, len(x), WIDTH)
+    return nn.functional.scaled_dot_product_attention(self.queries, keys, keys)
 
 
 @pytest.mark.parametrize(
     ("model", "kernel"),
     [
-        (Sequences(nn.LSTM(WIDTH, WIDTH, batch_first=True)), "mkldnn_rnn_layer_backward"),
+        (
+            plain.Made(
+                lambda self, x: self.lstm(x.reshape(len(x), 1, WIDTH).expand(-1, 3, -1))[0],
+                lstm=nn.LSTM(WIDTH, WIDTH, batch_first=True),
+            ),
+            "mkldnn_rnn_layer_backward",
+        ),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH)), "_prelu_kernel_backward"),
-        (LearnedQueries(), "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        (
+            plain.Made(learned_queries, queries=nn.Parameter(torch.ones(1, 1, 2, WIDTH))),
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
     ],
     ids=["LSTM", "PReLU", "learned queries"],
 )
 def test_what_makes_all_its_gradients_at_once_runs_in_both_halves_and_adds_each_once(model, kernel):
-    class Kernels(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            self.count += function.overloadpacket.__name__ == kernel
-            return function(*arguments, **(options or {}))
-
     leaf = plain.batch(4)[0].requires_grad_()
     made = model(leaf)
     wanted = torch.autograd.grad(made.sum(), [leaf, *model.parameters()], retain_graph=True)
-    with Kernels() as in_i:
+    with Calls(kernel) as in_i:
         (given,), left = input_gradients((made,), (torch.ones_like(made),), (leaf,))
     assert all(parameter.grad is None for parameter in model.parameters())
-    with Kernels() as in_w:
+    with Calls(kernel) as in_w:
         weight_gradients(left)
     assert (in_i.count, in_w.count) == (1, 1)
     found = [given, *(parameter.grad for parameter in model.parameters())]
@@ -456,37 +370,23 @@ def test_what_makes_all_its_gradients_at_once_runs_in_both_halves_and_adds_each_
 
 
 def test_a_weight_that_is_used_twice_gets_its_gradient_in_i():
-    assert halves(UsedTwice(), plain.batch(4)[0]) == (4, 0)
+    assert halves(used_twice(), plain.batch(4)[0]) == (4, 0)
 
 
-def test_a_checkpoint_runs_its_forward_again_once():
-    model = layers(Checkpointed())
-    x, y = plain.batch(8)
-    stepped(model, split_plan(3, 4), x, y)
-    assert model[1].forwards == 2 * 4
-
-
-def test_a_checkpointed_fork_without_one_of_its_weights_runs_its_forward_again_once():
-    class Normed(Checkpointed):
-        def __init__(self):
-            super().__init__()
-            self.inner.append(nn.LayerNorm(WIDTH, bias=False))
-
-    model = layers(Normed())
-    stepped(model, split_plan(3, 4), *plain.batch(8))
-    assert model[1].forwards == 2 * 4
+@pytest.mark.parametrize("more", [[], [nn.LayerNorm(WIDTH, bias=False)]], ids=["all weights", "a fork without one"])
+def test_a_checkpoint_runs_its_forward_again_once(more):
+    checkpointed = Checkpointed()
+    checkpointed.inner.extend(more)
+    stepped(layers(checkpointed), split_plan(3, 4))
+    assert checkpointed.forwards == 2 * 4
 
 
 def test_on_stage_0_i_does_nothing_and_w_is_the_whole_backward():
     stage = Stage(0, plain.mlp(4), 2)
     kept = {}
     made = stage.forward(0, plain.batch(4)[0], kept, None)
-    with Products() as products:
-        assert stage.backward_input(0, torch.ones_like(made), kept, None) == []
-    assert products.count == 0
-    with Products() as products:
-        stage.backward_weight(0, None, kept, None)
-    assert products.count == 3  # two weights, and the input of the second layer
+    assert products_of(lambda: stage.backward_input(0, torch.ones_like(made), kept, None)) == (0, [])
+    assert products_of(lambda: stage.backward_weight(0, None, kept, None))[0] == 3  # two weights, the second's input
     assert 0 not in kept
 
 
@@ -546,23 +446,21 @@ class Holds(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_a_microbatch_held_is_let_go_when_w_is_done(stage):
+@pytest.mark.parametrize(
+    ("row", "seen"),
+    [
+        ("F0 I0 W0 F1 I1 W1 F2 I2 W2", [[0, 0, 0]] * 3),  # with W all is let go
+        ("F0 I0 F1 I1 W0 F2 I2 W1 W2", [[0, 2, 2], [0, 1, 1], [0, 1, 1]]),  # with I what lies behind the last weight
+    ],
+)
+def test_what_a_microbatch_held_is_let_go(row, seen, stage):
     model = nn.Sequential(*(Holds() if each == stage else nn.Linear(6, 6) for each in range(3)))
-    with Pipeline(model, one_by_one(3, 4), mse) as pipe:
+    plan = Plan.parse([" ".join(f"{s}{action}" for action in row.split()) for s in range(3)])
+    with Pipeline(model, plan, mse) as pipe:
         step = pipe.step(*plain.batch(8))
-        assert model[stage].seen == [0, 0, 0, 0]
+        assert model[stage].seen == seen[stage]
         assert len(model[stage].alive) == 0
         assert step.outputs is not None
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_between_i_and_w_only_what_lies_behind_the_last_weight_is_let_go(stage):
-    model = nn.Sequential(*(Holds() if each == stage else nn.Linear(6, 6) for each in range(3)))
-    row = [F(0), I(0), F(1), I(1), W(0), F(2), I(2), W(1), W(2)]
-    plan = Plan([[Action(each.kind, each.microbatch, s) for each in row] for s in range(3)])
-    with Pipeline(model, plan, mse) as pipe:
-        pipe.step(*plain.batch(8))
-    assert model[stage].seen == ([0, 1, 1] if stage else [0, 2, 2])
 
 
 # --- faults
@@ -578,42 +476,20 @@ class Blocks(torch.autograd.Function):
         return gradient.reshape(5, 5, 5)
 
 
-class FailsIn(nn.Module):
-    def __init__(self, half):
-        super().__init__()
-        self.linear, self.half = nn.Linear(6, 6), half
-
-    def forward(self, x):
-        if self.half == "I":
-            return Blocks.apply(self.linear(x))
-        return nn.functional.linear(x, Blocks.apply(self.linear.weight))
-
-
-@pytest.mark.parametrize("half", ["I", "W"])
-def test_an_exception_names_the_half_in_which_it_was_raised(half):
-    model = layers(FailsIn(half))
-    with Pipeline(model, split_plan(3, 2), mse) as pipe, pytest.raises(StageError) as failed:
-        pipe.step(*plain.batch(4))
-    assert (failed.value.rank, failed.value.stage, failed.value.action) == (1, 1, f"1{half}0")
-    assert str(failed.value).startswith(f"1{half}0 on rank 1 failed: RuntimeError: shape '[5, 5, 5]' is invalid")
-    assert "in backward: return gradient.reshape(5, 5, 5)" in str(failed.value)
-
-
-class RootOfWeight(nn.Module):
-    """Its output is finite, and so is its input's gradient; its weight's, the slope of a root at zero, is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return x + self.weight.sqrt()
+@pytest.mark.parametrize(
+    ("half", "does"),
+    [
+        ("I", lambda self, x: Blocks.apply(self.linear(x))),
+        ("W", lambda self, x: nn.functional.linear(x, Blocks.apply(self.linear.weight))),
+    ],
+)
+def test_an_exception_names_the_half_in_which_it_was_raised(half, does):
+    told = rf"^1{half}0 on rank 1 failed: RuntimeError: shape '\[5, 5, 5\]' is invalid"
+    error = refused(told, layers(linear(does)), split_plan(3, 2), 4)
+    assert (error.rank, error.stage, error.action) == (1, 1, f"1{half}0")
+    assert "in backward: return gradient.reshape(5, 5, 5)" in str(error)
 
 
 def test_a_weights_gradient_is_watched_in_w():
-    model = layers(RootOfWeight())
-    with (
-        Pipeline(model, split_plan(3, 2), mse, watch_nan=True) as pipe,
-        pytest.raises(StageError, match="1W0 on rank 1 made (NaN|infinity): the gradient of 1.weight"),
-    ):
-        pipe.step(*plain.batch(4))
+    told = "1W0 on rank 1 made (NaN|infinity): the gradient of 1.weight"
+    refused(told, layers(plain.root_of_weight()), split_plan(3, 2), 4, watch_nan=True)

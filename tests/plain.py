@@ -97,7 +97,7 @@ class Made(nn.Module):
 
 
 def root_of_weight():
-    """Return a module whose weight's gradient, of a root at zero, is not finite; its outputs and input gradients are."""
+    """Return a module whose weight's gradient, of a root at zero, is not finite; all else is."""
     return Made(lambda self, x: x + self.weight.sqrt(), weight=nn.Parameter(torch.zeros(1)))
 
 

@@ -34,10 +34,11 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipelab import display
 from pipelab._version import __version__
 from pipelab.errors import NO_TORCH
 
@@ -129,6 +130,8 @@ __all__ = [
     "devices", "diagnose", "diff", "emulated", "frontier", "layout", "lower", "lower_bound", "memory_use", "optimum",
     "replicate", "schedules", "simulate", "split", "what_if", "with_gathers", "with_recompute",
 ]  # fmt: skip
+
+display.FILL.append(partial(import_module, "pipelab.draw"))
 
 _PARTS = "catalogue", "checking", "draw", "files", "plan", "schedule", "simulation", "trace"
 

@@ -1,9 +1,8 @@
-"""How things are shown: they ask here, and `pipelab.draw` answers, so that nothing below it imports it."""
+"""How things are shown: they ask here, and what draws them answers, so that nothing below imports it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
@@ -15,7 +14,9 @@ if TYPE_CHECKING:
     from pipelab.table import Table
 
 WAYS: dict[str, dict[str, Callable[..., Any]]] = {}
-"""By class and way, such as `WAYS["Trace"]["text"]`, what shows a thing. `pipelab.draw` fills it."""
+"""By class and way, such as `WAYS["Trace"]["text"]`, what shows a thing."""
+FILL: list[Callable[[], object]] = []
+"""What fills `WAYS` when something is first shown: `pipelab` names it."""
 
 
 @overload
@@ -33,6 +34,6 @@ def show(thing: object, way: Literal["screen"]) -> None: ...
 def show(thing: object, way: str, *given: Any) -> Any:
     """Show a thing in one of its class's ways; the first time, load what shows it."""
     if not WAYS:
-        import_module("pipelab.draw")
+        FILL[0]()
     known = next(WAYS[kind.__name__] for kind in type(thing).__mro__ if kind.__name__ in WAYS)
     return known[way](thing, *given)

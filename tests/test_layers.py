@@ -64,9 +64,8 @@ HIDING_PLACES = {
         "pipelab_course.grading.server",  # a submission's file must not have the name of a loaded module
     },
     "import_module": {
-        "pipelab",  # its names, loaded when they are first used
+        "pipelab",  # its names, loaded when they are first used, and what draws, when something is first shown
         "pipelab_course",  # likewise
-        "pipelab.display",  # what shows things, loaded when one is first shown
         "pipelab.engine.torchrun.runtime",  # the door to PyTorch's private names
         "pipelab_course.grading.server",  # a submission
     },

@@ -134,6 +134,31 @@ def pipelab_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     return command
 
 
+@pytest.fixture
+def succeeds(pipelab_command):
+    """Run the command, which ends with 0; return its output."""
+
+    def run(*arguments: str) -> str:
+        code, output, error = pipelab_command(*arguments)
+        assert code == 0, error
+        return output
+
+    return run
+
+
+@pytest.fixture
+def refused(pipelab_command):
+    """Run the command, which ends with 1 and no traceback; return its error output."""
+
+    def run(*arguments: str) -> str:
+        code, _, error = pipelab_command(*arguments)
+        assert code == 1
+        assert "Traceback" not in error
+        return error
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")

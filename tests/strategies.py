@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tiers import sampled
 
-from pipelab import Action, B, F, I, Pair, Plan, R, W, schedules
+from pipelab import Action, B, F, I, Pair, Plan, R, Schedule, W, schedules
 from pipelab.plan.transfers import Order, Transport
 
 OF_EACH = settings(max_examples=settings.default.max_examples // 4)
@@ -69,6 +69,11 @@ def split_plan(stages: int, microbatches: int) -> Plan:
     """Return a plan that runs all forwards, then every `I`, then every `W`, in the order of the micro-batches."""
     rows = [[make(m, stage) for make in (F, I, W) for m in range(microbatches)] for stage in range(stages)]
     return Plan(rows, stages, microbatches)
+
+
+def written(actions, base=Schedule, **members) -> type[Schedule]:
+    """Return a class of schedules with these actions, as a student may write it, and what else the class holds."""
+    return type("Mine", (base,), {"actions": actions, **members})
 
 
 def in_order(plan: Plan) -> bool:

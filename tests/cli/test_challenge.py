@@ -40,72 +40,70 @@ def mine(folder):
     return "mine.py:MySchedule"
 
 
-def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(pipelab_command, state, mine):
-    code, output, _ = pipelab_command("challenge", "four", mine)
-    assert code == 0
+def test_an_attempt_is_drawn_named_and_kept_if_it_is_the_best(succeeds, state, mine):
+    output = succeeds("challenge", "four", mine)
     assert "33 units" in output
     assert "rank 3 │" in output
     assert "you built 1f1b: " in output
     assert levels()["four"].lesson in " ".join(output.split())
     assert json.loads(state.read_text()) == {"four": 33}
-    assert pipelab_command("challenge", "four", "naive")[0] == 0
+    succeeds("challenge", "four", "naive")
     assert json.loads(state.read_text()) == {"four": 33}
-    assert "***" in pipelab_command("challenge")[1]
-    assert "your best so far: 33" in pipelab_command("challenge", "2")[1]
+    assert "***" in succeeds("challenge")
+    assert "your best so far: 33" in succeeds("challenge", "2")
 
 
-def test_what_is_looked_up_is_marked_and_gives_way_to_what_is_written(pipelab_command, mine):
-    assert "looked up" in pipelab_command("challenge", "four", "1f1b")[1]
-    listed = pipelab_command("challenge")[1]
+def test_what_is_looked_up_is_marked_and_gives_way_to_what_is_written(pipelab_command, succeeds, mine):
+    assert "looked up" in succeeds("challenge", "four", "1f1b")
+    listed = succeeds("challenge")
     assert ("looked up" in listed, "***" in listed) == (True, False)
-    assert "your best so far: looked up" in pipelab_command("challenge", "four")[1]
-    assert "looked up" not in pipelab_command("challenge", "four", mine)[1]
+    assert "your best so far: looked up" in succeeds("challenge", "four")
+    assert "looked up" not in succeeds("challenge", "four", mine)
     pipelab_command("challenge", "four", "1f1b")
-    listed = pipelab_command("challenge")[1]
+    listed = succeeds("challenge")
     assert ("looked up" in listed, "***" in listed) == (False, True)
 
 
-def test_scores_may_be_moves_or_activations_and_listed_rows_are_shown(pipelab_command, folder):
-    assert levels()["circle"].listed[2] in pipelab_command("challenge", "circle")[1]
-    one_f_one_b = pipelab_command("challenge", "light", "1f1b")[1]
+def test_scores_may_be_moves_or_activations_and_listed_rows_are_shown(succeeds, folder):
+    assert levels()["circle"].listed[2] in succeeds("challenge", "circle")
+    one_f_one_b = succeeds("challenge", "light", "1f1b")
     assert "4 activations, good; par is 3" in one_f_one_b
-    assert "2 moves" in pipelab_command("challenge")[1]
+    assert "2 moves" in succeeds("challenge")
 
 
-def test_a_refused_attempt_ends_with_1_and_keeps_nothing(pipelab_command, state):
-    code, _, error = pipelab_command("challenge", "four", "gpipe")
-    assert code == 1
+def test_a_refused_attempt_ends_with_1_and_keeps_nothing(refused, state):
+    error = refused("challenge", "four", "gpipe")
     assert "memory-cap: 0F4" in error
     assert "1 more" in error
     assert not state.exists()
 
 
-def test_a_plan_in_a_file_counts(pipelab_command, folder):
+def test_a_plan_in_a_file_counts(succeeds, folder):
     Path("mine.csv").write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n2F0,2F1,2F2,2B0,2B1,2B2\n")
-    assert "15 units" in pipelab_command("challenge", "fill", "mine.csv")[1]
+    assert "15 units" in succeeds("challenge", "fill", "mine.csv")
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", '{"four": "x"}', '{"other": 3}'])
-def test_a_broken_file_of_results_is_no_hindrance(pipelab_command, state, broken, mine):
+def test_a_broken_file_of_results_is_no_hindrance(succeeds, state, broken, mine):
     state.parent.mkdir(parents=True)
     state.write_text(broken)
-    assert "***" not in pipelab_command("challenge")[1]
-    assert pipelab_command("challenge", "four", mine)[0] == 0
+    assert "***" not in succeeds("challenge")
+    succeeds("challenge", "four", mine)
     assert json.loads(state.read_text()) == {"four": 33}
 
 
 @pytest.mark.parametrize("broken", ["NaN", "-1", "true", "null", '"33"', "[]"])
-def test_one_broken_result_neither_stays_nor_takes_the_others_along(pipelab_command, state, broken, mine):
+def test_one_broken_result_neither_stays_nor_takes_the_others_along(succeeds, state, broken, mine):
     state.parent.mkdir(parents=True)
     state.write_text(f'{{"four": {broken}, "three": 33}}')
-    listed = pipelab_command("challenge")[1]
+    listed = succeeds("challenge")
     assert listed.count("***") == 1
-    assert pipelab_command("challenge", "four", mine)[0] == 0
+    succeeds("challenge", "four", mine)
     assert json.loads(state.read_text()) == {"four": 33, "three": 33}
 
 
-def test_hints_come_one_by_one(pipelab_command):
-    assert pipelab_command("challenge", "fill", "--hint", "2")[1].count("\n  hint ") == 2
+def test_hints_come_one_by_one(succeeds):
+    assert succeeds("challenge", "fill", "--hint", "2").count("\n  hint ") == 2
 
 
 def test_without_the_teachers_folder_there_is_no_sheet(pipelab_command, monkeypatch, tmp_path):
@@ -117,8 +115,8 @@ def test_without_the_teachers_folder_there_is_no_sheet(pipelab_command, monkeypa
 
 
 @pytest.mark.teacher
-def test_the_sheet_has_all_answers(pipelab_command):
-    sheet = pipelab_command("challenge", "--sheet")[1]
+def test_the_sheet_has_all_answers(succeeds):
+    sheet = succeeds("challenge", "--sheet")
     for each in levels().values():
         assert each.title in sheet
         assert str(each.solution) in sheet

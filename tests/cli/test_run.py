@@ -16,52 +16,44 @@ from pipelab.cli.running import core_share, run_all
 from pipelab.engine import emulation
 
 
-def test_run_executes_verifies_and_draws(pipelab_command, folder):
+def test_run_executes_verifies_and_draws(succeeds, folder):
     arguments = ("--width", "8", "--depth", "4", "--batch", "12", "--steps", "2", "-m", "3", "-o", "run.html")
-    code, output, _ = pipelab_command("run", "1f1b", *arguments)
-    assert code == 0
+    output = succeeds("run", "1f1b", *arguments)
     assert "measured" in output
     assert "bit for bit" in output
     assert Path("run.html").exists()
 
 
-def test_run_takes_emulated_devices(pipelab_command):
-    code, output, _ = pipelab_command(
-        "run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4"
-    )
-    assert code == 0
+def test_run_takes_emulated_devices(succeeds):
+    output = succeeds("run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4")
     assert "rank 2" in output
 
 
-def test_run_takes_two_ranks_unless_they_are_emulated_or_given(pipelab_command):
+def test_run_takes_two_ranks_unless_they_are_emulated_or_given(succeeds):
     work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    assert "GPipe(ranks=2, microbatches=2)" in pipelab_command("run", "gpipe", *work)[1]
-    assert "GPipe(ranks=4, microbatches=2)" in pipelab_command("run", "gpipe", *work, "--emulate", "1", "1")[1]
-    assert "GPipe(ranks=3, microbatches=2)" in pipelab_command("run", "gpipe", *work, "-r", "3")[1]
+    assert "GPipe(ranks=2, microbatches=2)" in succeeds("run", "gpipe", *work)
+    assert "GPipe(ranks=4, microbatches=2)" in succeeds("run", "gpipe", *work, "--emulate", "1", "1")
+    assert "GPipe(ranks=3, microbatches=2)" in succeeds("run", "gpipe", *work, "-r", "3")
 
 
-def test_run_lays_several_schedules_side_by_side(pipelab_command, folder):
+def test_run_lays_several_schedules_side_by_side(succeeds, folder):
     work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    code, output, _ = pipelab_command("run", "gpipe", "1f1b", *work, "-o", "both.svg")
-    assert code == 0
+    output = succeeds("run", "gpipe", "1f1b", *work, "-o", "both.svg")
     assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
     assert "all 2 runs" in output
     assert "bit for bit" in output
     assert Path("both.svg").stat().st_size > 500
 
 
-def test_run_refuses_fewer_layers_than_stages(pipelab_command):
-    code, _, error = pipelab_command("run", "1f1b", "-r", "4", "--depth", "2")
-    assert code == 1
-    assert "2 layers are too few for 4 stages" in error
+def test_run_refuses_fewer_layers_than_stages(refused):
+    assert "2 layers are too few for 4 stages" in refused("run", "1f1b", "-r", "4", "--depth", "2")
 
 
-def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(pipelab_command, folder):
-    code, output, _ = pipelab_command(
+def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(succeeds, folder):
+    output = succeeds(
         "run", "naive", "gpipe", "-m", "2,4", "--emulate", "8", "16", "-r", "2", "--steps", "1", "--batch", "8",
         "-o", "table.csv", "-o", "table.txt",
     )  # fmt: skip
-    assert code == 0
     assert "all 4 runs" in output
     assert "bit for bit" in output
     table = list(csv.DictReader(Path("table.csv").read_text().splitlines()))
@@ -92,7 +84,9 @@ def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_co
 
 
 @pytest.mark.parametrize("counts", ["2", "2,4"])
-def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(pipelab_command, monkeypatch, counts):
+def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(
+    pipelab_command, succeeds, monkeypatch, counts
+):
     monkeypatch.setattr(measuring, "cores", lambda: 2)
     work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", counts)
     _, output, _ = pipelab_command("run", "naive", "gpipe", *work, "-r", "4")
@@ -100,8 +94,8 @@ def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(pipe
     assert prose.startswith("4 ranks take turns on 2 cores")
     assert f"pipelab run naive gpipe -r 4 -m {counts} --emulate 20 40" in prose
     assert "take turns" not in prose.partition("bubble")[2]
-    assert "take turns" not in pipelab_command("run", "gpipe", *work, "-r", "2")[1]
-    assert "take turns" not in pipelab_command("run", "gpipe", *work, "-r", "4", "--emulate", "1", "1")[1]
+    assert "take turns" not in succeeds("run", "gpipe", *work, "-r", "2")
+    assert "take turns" not in succeeds("run", "gpipe", *work, "-r", "4", "--emulate", "1", "1")
 
 
 def test_emulated_time_passes_only_in_the_measured_steps():
@@ -123,9 +117,9 @@ def test_ranks_that_share_a_core_have_it_for_half_of_their_work():
     assert core_share(0.05, [trace]) == 1
 
 
-def test_a_run_is_written_as_a_table_of_its_figures(pipelab_command, folder):
+def test_a_run_is_written_as_a_table_of_its_figures(succeeds, folder):
     work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    assert pipelab_command("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")[0] == 0
+    succeeds("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")
     predicted, measured = csv.DictReader(Path("r.csv").read_text().splitlines())
     assert (predicted["source"], measured["source"]) == ("simulated", "measured")
     assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)

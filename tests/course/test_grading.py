@@ -72,7 +72,7 @@ def test_the_file_says_kindly_that_its_order_is_not_true_1f1b():
     assert "True 1F1B" in TEMPLATE.read_text(encoding="utf-8")
 
 
-def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, folder):
+def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, succeeds, folder):
     code, out, _ = pipelab_command("lab", "hw4", "--start", "mine")
     path = folder / "mine" / "pipeline_homework.py"
     assert (code, path.read_text()) == (0, TEMPLATE.read_text())
@@ -82,11 +82,11 @@ def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, folder)
     assert (code, path.read_text()) == (1, "my work")
     assert "exists" in err
     assert f"pipelab grade {Path('mine') / 'pipeline_homework.py'}" in err
-    assert pipelab_command(*re.search(r"pipelab (lab hw4 --start \S+)", err).group(1).split())[0] == 0  # as it advises
+    succeeds(*re.search(r"pipelab (lab hw4 --start \S+)", err).group(1).split())  # as it advises
 
 
-def test_start_without_a_folder_writes_beside_you(pipelab_command, folder):
-    assert pipelab_command("lab", "hw4", "--start")[0] == 0
+def test_start_without_a_folder_writes_beside_you(succeeds, folder):
+    succeeds("lab", "hw4", "--start")
     assert (folder / "pipeline_homework.py").exists()
 
 

@@ -51,10 +51,9 @@ RIGHT = ONE_MORE.replace("OneMore", "Right").replace("rank + 1", "rank")
 PARS = ("--par", "makespan=33", "--par", "peak=4", "--ranks", "4", "--microbatches", "8")
 
 
-def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, folder):
+def test_a_right_file_passes_and_a_wrong_one_fails(pipelab_command, succeeds, folder):
     (folder / "right.py").write_text(SOLUTION)
-    code, out, _ = pipelab_command("grade", "right.py")
-    assert code == 0
+    out = succeeds("grade", "right.py")
     assert "100 of 100" in out
     assert "sum" in out
     (folder / "wrong.py").write_text(changed((LAST, "pass")))
@@ -126,7 +125,7 @@ def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, fol
     assert len(json.loads((folder / "all.json").read_text())) == 3
 
 
-def test_what_is_graded_is_saved_before_the_rest_is(pipelab_command, folder, monkeypatch):
+def test_what_is_graded_is_saved_before_the_rest_is(succeeds, folder, monkeypatch):
     (folder / "all").mkdir()
     for name in ("ada", "bob"):
         (folder / "all" / f"{name}.py").write_text(SOLUTION)
@@ -138,7 +137,7 @@ def test_what_is_graded_is_saved_before_the_rest_is(pipelab_command, folder, mon
         echo(text, **options)
 
     monkeypatch.setattr(grading, "echo", spy)
-    assert pipelab_command("grade", "all", "--workers", "1", "--save", "all.csv")[0] == 0
+    succeeds("grade", "all", "--workers", "1", "--save", "all.csv")
     assert saved[-2:] == [0, 1]  # when each line was printed
 
 
@@ -199,13 +198,11 @@ def test_each_hand_in_of_a_folder_is_graded_or_skipped_with_the_reason(pipelab_c
         assert f"skipped: {name} ({skipped[name].removeprefix('skipped: ')})" in out
 
 
-def test_a_folder_that_is_a_submission_is_graded_as_one(pipelab_command, folder):
+def test_a_folder_that_is_a_submission_is_graded_as_one(succeeds, folder):
     (folder / "helper.py").write_text("import torch\n")
     (folder / "pipeline_homework.py").write_text(first("import helper"))
     (folder / "notes.txt").write_text("")
-    code, out, _ = pipelab_command("grade", ".")
-    assert code == 0
-    assert out.startswith(f"{folder.name}: 100 of 100")
+    assert succeeds("grade", ".").startswith(f"{folder.name}: 100 of 100")
 
 
 def test_two_schedules_without_a_name_cannot_be_graded(pipelab_command, folder):
@@ -561,10 +558,9 @@ def test_nbgraders_cell_ends_with_the_score(folder, capsys):
     assert ("hint" in printed.out, printed.err) == (True, "")
 
 
-def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, folder):
+def test_the_command_writes_both_formats_and_nothing_else(pipelab_command, succeeds, folder):
     (folder / "a.py").write_text(changed((LAST, "pass")))
-    code, _, _ = pipelab_command("grade", "a.py", "--gradescope", "out", "--classroom50", "result.json")
-    assert code == 0  # Classroom 50 takes anything else for a failure of the grader
+    succeeds("grade", "a.py", "--gradescope", "out", "--classroom50", "result.json")
     assert misfits(json.loads((folder / "out" / "results.json").read_text()), GRADESCOPE) == []
     assert fits_classroom50(json.loads((folder / "result.json").read_text()))
     assert [path.name for path in (folder / "out").iterdir()] == ["results.json"]
@@ -602,8 +598,8 @@ def test_a_folder_alone_is_one_submission_whatever_its_file_is_called(folder):
             submissions(folder / name, alone=True)
 
 
-def test_the_bundle_grades_as_gradescope_would_run_it(pipelab_command, folder):
-    assert pipelab_command("grade", "--gradescope", "bundle", "--seed", "7")[0] == 0
+def test_the_bundle_grades_as_gradescope_would_run_it(succeeds, folder):
+    succeeds("grade", "--gradescope", "bundle", "--seed", "7")
     assert [path.name for path in (folder / "bundle").iterdir()] == ["autograder.zip"]
     autograder = folder / "autograder"
     with zipfile.ZipFile(folder / "bundle" / "autograder.zip") as archive:
@@ -627,7 +623,7 @@ def test_the_bundle_grades_as_gradescope_would_run_it(pipelab_command, folder):
         subprocess.run(["bash", "-n", str(autograder / "source" / each)], check=True)
 
 
-def test_the_points_are_printed_as_a_file_that_changes_them(pipelab_command, folder):
+def test_the_points_are_printed_as_a_file_that_changes_them(pipelab_command, succeeds, folder):
     code, out, _ = pipelab_command("grade", "hw4")
     points = tomllib.loads(out)["hw4"]
     assert (code, sum(points.values()), len(points)) == (0, 100, len(HOMEWORK4) + 1)
@@ -638,7 +634,7 @@ def test_the_points_are_printed_as_a_file_that_changes_them(pipelab_command, fol
     )
     code, out, _ = pipelab_command("grade", "hw4", "a.py", "--marks", "marks.toml")
     assert (code, "70 of 130 points" in out) == (1, True)
-    assert pipelab_command("grade", "hw4", "--marks", "marks.toml", "--gradescope", "bundle")[0] == 0
+    succeeds("grade", "hw4", "--marks", "marks.toml", "--gradescope", "bundle")
     with zipfile.ZipFile(folder / "bundle" / "autograder.zip") as archive:
         assert tomllib.loads(archive.read("marks.toml").decode())["hw4"]["order"] == 50
         assert b"pipelab grade hw4 /autograder/submission --marks /autograder/source/marks.toml" in archive.read(

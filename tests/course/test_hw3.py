@@ -62,12 +62,11 @@ def test_each_device_has_parameters_gradients_and_activations_of_its_own_layers(
     assert even["step_time_ms"] > 0
 
 
-def test_the_command_says_which_layer_landed_where_and_what_moved(pipelab_command, folder):
-    code, output, _ = pipelab_command(
+def test_the_command_says_which_layer_landed_where_and_what_moved(succeeds, folder):
+    output = succeeds(
         "lab", "hw3", "--depth", "20", "--devices", "3", "--width", "8", "--batch", "4", "--steps", "1",
         "-o", "table.csv", "-o", "plot.svg",
     )  # fmt: skip
-    assert code == 0
     assert "7 7 6" in output
     halves, even = csv.DictReader(Path("table.csv").read_text().splitlines())
     assert (halves["layers"], halves["calls"], halves["moves"]) == ("10 10", "20", "1 1")
@@ -108,8 +107,6 @@ def test_fewer_layers_than_devices_are_refused_before_any_work():
 
 
 @pytest.mark.parametrize(("words", "said"), [(("--depth", "0"), "--depth 0"), (("-o", "t.json"), "use one of .csv")])
-def test_what_cannot_be_done_is_refused_before_any_work(pipelab_command, monkeypatch, words, said):
+def test_what_cannot_be_done_is_refused_before_any_work(refused, monkeypatch, words, said):
     monkeypatch.setattr(hw3, "measurements", lambda *_, **__: pytest.fail("it worked"))
-    code, _, error = pipelab_command("lab", "hw3", *words)
-    assert code == 1
-    assert said in error
+    assert said in refused("lab", "hw3", *words)

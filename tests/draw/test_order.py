@@ -192,8 +192,8 @@ def test_a_schedule_that_writes_no_plan_has_no_picture_but_a_page(tmp_path):
 
 
 def test_of_a_long_plan_the_part_around_the_fault_is_drawn():
-    rows = [list(row) for row in pipelab.OneFOneB(32, 512).plan().rows]
-    rows[20].insert(699, rows[20].pop(702))  # a backward before the forward that it waits for on the next rank
+    rows = [list(row) for row in pipelab.OneFOneB(20, 128).plan().rows]
+    rows[10].insert(149, rows[10].pop(152))  # a backward before the forward that it waits for on the next rank
     faults = check(Plan(rows))
     assert [fault.code for fault in faults] == ["deadlock"]
     drawing = drawings(faults)[0]
@@ -203,7 +203,7 @@ def test_of_a_long_plan_the_part_around_the_fault_is_drawn():
     assert {place for arrow in drawing.arrows for place in (arrow.start, arrow.end)} <= {
         (rank, column) for rank in shown for column in columns
     }
-    assert f"{len(columns)} of 1024 columns are shown" in order_figure.key_of(drawing)
+    assert f"{len(columns)} of 256 columns are shown" in order_figure.key_of(drawing)
     assert len(faults_page(faults)) < 1_000_000
 
 

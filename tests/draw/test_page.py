@@ -88,12 +88,10 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
         assert ends_of(lane, drawn["tick"]) == pytest.approx([event.end for event in events])
 
 
-def test_the_head_is_one_sentence(trace):
-    assert Reader(page.page(trace)).texts["p"][0] == "33 units · bubble 27.3 % = 36 of 132 rank-units · F = 1, B = 2"
-
-
-def test_without_javascript_there_is_a_text_timeline(trace):
-    assert any("rank 0 │F0 F1" in each for each in Reader(page.page(trace)).texts["pre"])
+def test_the_head_is_one_sentence_and_without_javascript_there_is_a_text_timeline(trace):
+    texts = Reader(page.page(trace)).texts
+    assert texts["p"][0] == "33 units · bubble 27.3 % = 36 of 132 rank-units · F = 1, B = 2"
+    assert any("rank 0 │F0 F1" in each for each in texts["pre"])
 
 
 def test_a_name_is_text_whatever_it_holds(trace):
@@ -105,15 +103,12 @@ def test_a_name_is_text_whatever_it_holds(trace):
 
 
 def test_a_measured_trace_begins_at_zero():
-    plan = pipelab.OneFOneB(1, 1).plan()
-    measured = pipelab.Trace(
-        plan, [[5000.25, 5001.5]], [[5001.5, 5003.25]], unit="ms", source="measured", lanes=["cpu"]
-    )
+    times = [[5000.25, 5001.5]], [[5001.5, 5003.25]]
+    measured = pipelab.Trace(pipelab.OneFOneB(1, 1).plan(), *times, unit="ms", source="measured", lanes=["cpu"])
     (drawn,) = Reader(page.page(measured)).data["traces"]
     (lane,) = drawn["ranks"]
-    assert (drawn["span"] * drawn["tick"], drawn["unit"]) == (pytest.approx(3), "ms")
+    assert (drawn["span"] * drawn["tick"], drawn["unit"], lane["lane"]) == (pytest.approx(3), "ms", "cpu")
     assert ends_of(lane, drawn["tick"]) == pytest.approx([1.25, 3])
-    assert lane["lane"] == "cpu"
 
 
 @pytest.mark.thorough
@@ -123,36 +118,32 @@ def test_65536_actions_stay_below_a_megabyte_and_alike_ones_far_below():
     assert len(page.page(pipelab.simulate(schedule))) < 300_000
 
 
+def waited(trace):
+    """Return, by the names of actions, whom they waited for and when that was there."""
+    name = trace.plan.bound.codes.action
+    rows = zip(trace.events, itertools.chain(*waits(trace)), strict=True)
+    return {(event.rank, str(event.action)): wait and (str(name(wait.giver)), wait.there) for event, wait in rows}
+
+
 def test_an_action_waited_for_the_need_that_arrived_last():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(latency=0.5))
-    action = trace.plan.bound.codes.action
-    found = {
-        str(event.action): wait and (str(action(wait.giver)), wait.there)
-        for event, wait in zip(trace.events, [each for row in waits(trace) for each in row], strict=True)
-    }
-    assert found["0F0"] is None
-    assert found["1F0"] == ("0F0", 1.5)
-    assert found["1B0"] is None  # its own forward was just before it on its rank
-    assert found["0B0"] == ("1B0", 5.0)
-    for event in trace.events:  # in a simulation, whoever waits starts the moment the need is there
-        if found[str(event.action)]:
-            assert found[str(event.action)][1] == event.start
+    found = waited(trace)
+    assert found[0, "0F0"] is None
+    assert found[1, "1F0"] == ("0F0", 1.5)
+    assert found[1, "1B0"] is None  # its own forward was just before it on its rank
+    assert found[0, "0B0"] == ("1B0", 5.0)
+    starts = {(event.rank, str(event.action)): event.start for event in trace.events}
+    for needer, wait in found.items():  # in a simulation, whoever waits starts the moment the need is there
+        assert wait is None or wait[1] == starts[needer]
 
 
-def test_an_all_reduce_waits_for_the_rank_that_comes_last():
+def test_an_all_reduce_waits_for_the_rank_that_comes_last_and_both_halves_of_a_slot_for_the_same():
     both = Plan([[F(0, 0), B(0, 0), R(0)], [F(1, 0), B(1, 0), F(2, 0), B(2, 0), R(0)]])
-    trace = pipelab.simulate(both, Cost(all_reduce=1))
-    action = trace.plan.bound.codes.action
-    first, second = (row[-1] for row in waits(trace))
-    assert (str(action(first.giver)), first.there) == ("0B2", 6)
-    assert second is None
-
-
-def test_both_halves_of_a_slot_waited_for_the_same():
+    found = waited(pipelab.simulate(both, Cost(all_reduce=1)))
+    assert (found[0, "0R"], found[1, "0R"]) == (("0B2", 6), None)
     plan = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
-    row = waits(pipelab.simulate(plan, Cost(pair=3)))[0]
-    assert row[2] == row[3]
-    assert row[2].there == 4
+    found = waited(pipelab.simulate(plan, Cost(pair=3)))
+    assert found[0, "0F2"] == found[0, "0B0"] == ("1B0", 4)
 
 
 def test_a_comparison_says_where_units_differ(trace):
@@ -264,72 +255,29 @@ SIX.append(Sliced(3, 6))
 @pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
 def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opened, schedule):
     trace = pipelab.simulate(schedule, Cost(latency=0.25, all_reduce=1))
-    tab = opened(page.page(trace))
+    tab, lanes = opened(page.page(trace)), Lanes(trace)
     bound, named = trace.plan.bound, trace.plan.bound.codes.action
-    listed = "[...Array(models[0].count).keys()].map(each => {of})"
-    names = tab.evaluate(listed.format(of="models[0].name(each)"))
+
+    def of_each(what):
+        return tab.evaluate(f"[...Array(models[0].count).keys()].map(each => {what})")
+
+    names = of_each("models[0].name(each)")
     assert names == [str(event.action) for event in trace.events]
-    needs = tab.evaluate(listed.format(of="models[0].needs(each).map(at => models[0].name(at))"))
-    gives = tab.evaluate(listed.format(of="models[0].gives(each).map(at => models[0].name(at))"))
-    waited = tab.evaluate(listed.format(of="(w => w && [models[0].name(w[0]), w[1]])(models[0].waited(each))"))
-    expected = [wait for row in waits(trace) for wait in row]
-    codes = [code for row in bound.rows for code in row]
-    for at, code in enumerate(codes):
+    needs = of_each("models[0].needs(each).map(at => models[0].name(at))")
+    gives = of_each("models[0].gives(each).map(at => models[0].name(at))")
+    waited = of_each("(w => w && [models[0].name(w[0]), w[1]])(models[0].waited(each))")
+    expected = itertools.chain(*waits(trace))
+    for at, (code, wait) in enumerate(zip(itertools.chain(*bound.rows), expected, strict=True)):
         if bound.codes.kind[code] != "R":
             assert sorted(needs[at]) == sorted(str(named(giver)) for _, giver in bound.inputs(code))
         assert all(names[at] in gives[names.index(giver)] for giver in needs[at])
-        if expected[at] is None:
-            assert waited[at] is None
-        else:
-            assert waited[at][1] == pytest.approx(expected[at].there, abs=1e-5)
+        assert waited[at] == (wait and [str(named(wait.giver)), pytest.approx(wait.there, abs=1e-5)])
     idle = tab.evaluate("models[0].idle.map(each => [each.rank, each.reason, each.start, each.end])")
-    assert [each[:2] for each in idle] == [[each.rank, each.reason] for each in trace.idle]
-    spans = [time for each in trace.idle for time in (each.start, each.end)]
-    assert [time for each in idle for time in each[2:]] == pytest.approx(spans, abs=1e-4)
-    if isinstance(schedule, Sliced):
-        click(tab, "1F1")
-        needed = tab.locator("dd[data-list=needs] li").all_inner_texts()
-        assert ["another slice" in each for each in needed] == [False, True]
-    held = tab.evaluate("models[0].lanes.map((_, rank) => Math.max(...models[0].memory(rank).map(each => each[1])))")
-    assert tuple(held) == trace.peak_activations
-    path = tab.evaluate("[...models[0].critical].map(at => models[0].name(at))")
-    assert path == [str(event.action) for event in trace.critical_path]
-    slack = tab.evaluate("[...models[0].slack]")
-    assert [slack[names.index(name)] for name in path if "R" not in name] == pytest.approx(
-        [0] * len([n for n in path if "R" not in n]), abs=1e-5
-    )
-
-
-def test_a_memory_cap_is_a_line_in_every_strip_and_in_the_legend(opened, trace):
-    tab = opened(page.page(trace, cap=5))
-    assert "up to 4 activations; red line: the cap, 5" in tab.locator(".legend").inner_text()
-    lines, tops = (
-        tab.locator(f".{name}").evaluate_all("all => all.map(each => Number(each.getAttribute('y')))")
-        for name in ("cap", "memory[data-held='4']")
-    )
-    assert len(lines) == 4
-    assert 0 < min(tops) - min(lines) < 8  # the cap of 5 is above the 4 of rank 0
-    assert opened(page.page(trace)).locator(".cap").count() == 0
-
-
-@pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
-def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
-    trace = pipelab.simulate(schedule, Cost(latency=0.25))
-    tab = opened(page.page(trace))
-    scale = tab.evaluate("timelines[0].scale")
-    for rank in range(trace.ranks):
-        strip = f"rects => rects.filter(each => Math.floor(each.getAttribute('y') / timelines[0].pitch) === {rank})"
-        total = ".reduce((sum, each) => sum + each.dataset.held * each.getAttribute('width'), 0)"
-        held = tab.locator(".memory").evaluate_all(strip + total)
-        events = [event for event in trace.events_of(rank) if event.action.kind in "FBW"]
-        taken = sum(-event.start if event.action.kind == "F" else event.end for event in events)
-        assert held / scale == pytest.approx(taken, rel=1e-3)
-
-
-@pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
-def test_idle_times_have_the_words_of_python_and_the_longest_wait_its_arrow(opened, schedule):
-    trace = pipelab.simulate(schedule, Cost(latency=0.25, all_reduce=1))
-    tab, lanes = opened(page.page(trace)), Lanes(trace)
+    near = [
+        [each.rank, each.reason, *(pytest.approx(time, abs=1e-4) for time in (each.start, each.end))]
+        for each in trace.idle
+    ]
+    assert idle == near
     gaps = [gap for rank in range(trace.ranks) for gap in lanes.gaps(rank)]
     assert tab.evaluate("models[0].idle.map((each) => models[0].words(each))") == [list(gap.words) for gap in gaps]
     longest, giver = lanes.longest_wait()
@@ -339,6 +287,40 @@ def test_idle_times_have_the_words_of_python_and_the_longest_wait_its_arrow(open
     shown = tab.locator("#timelines .why").all_text_contents()
     assert shown
     assert not [each for each in shown if each[0].isdigit()]  # a bare number is a micro-batch
+    path = tab.evaluate("[...models[0].critical].map(at => models[0].name(at))")
+    assert path == [str(event.action) for event in trace.critical_path]
+    slack = of_each("models[0].slack[each]")
+    assert max(abs(slack[names.index(name)]) for name in path if "R" not in name) < 1e-5
+    if isinstance(schedule, Sliced):
+        click(tab, "1F1")
+        needed = tab.locator("dd[data-list=needs] li").all_inner_texts()
+        assert ["another slice" in each for each in needed] == [False, True]
+
+
+@pytest.mark.parametrize("schedule", SIX, ids=lambda each: type(each).__name__)
+def test_the_memory_strip_covers_the_times_at_which_activations_are_held(opened, schedule):
+    trace = pipelab.simulate(schedule, Cost(latency=0.25))
+    tab = opened(page.page(trace))
+    held = tab.evaluate("models[0].lanes.map((_, rank) => Math.max(...models[0].memory(rank).map(each => each[1])))")
+    assert tuple(held) == trace.peak_activations
+    read = """rects => rects.map(each =>
+      [Math.floor(each.getAttribute('y') / timelines[0].pitch), each.dataset.held * each.getAttribute('width')])"""
+    strips = tab.locator(".memory").evaluate_all(read)
+    scale = tab.evaluate("timelines[0].scale")
+    for rank in range(trace.ranks):
+        events = [event for event in trace.events_of(rank) if event.action.kind in "FBW"]
+        taken = sum(-event.start if event.action.kind == "F" else event.end for event in events)
+        assert sum(area for at, area in strips if at == rank) / scale == pytest.approx(taken, rel=1e-3)
+
+
+def test_a_memory_cap_is_a_line_in_every_strip_and_in_the_legend(opened, trace):
+    tab = opened(page.page(trace, cap=5))
+    assert "up to 4 activations; red line: the cap, 5" in tab.locator(".legend").inner_text()
+    heights = "all => all.map(each => Number(each.getAttribute('y')))"
+    lines, tops = (tab.locator(at).evaluate_all(heights) for at in (".cap", ".memory[data-held='4']"))
+    assert len(lines) == 4
+    assert 0 < min(tops) - min(lines) < 8  # the cap of 5 is above the 4 of rank 0
+    assert opened(page.page(trace)).locator(".cap").count() == 0
 
 
 def test_a_selection_moves_nothing_of_the_picture(opened):
@@ -465,12 +447,9 @@ def shares(trace, rank, begin, end):
     return {**found, "idle": 1 - sum(found.values())}
 
 
-@pytest.mark.parametrize("zoom", [1, 3])
-def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
+def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened):
     trace = pipelab.simulate(pipelab.OneFOneB(4, 2000), Cost(forward=[1, 2, 1, 1.5]))
     tab = opened(page.page(trace))
-    tab.evaluate(f"setLook('memory', false); timelines[0].setZoom({zoom}, 0)")
-    wait_until(tab, "!timelines[0].dirty && timelines[0].crowded")
     read = """columns => {
       const [line] = timelines, { wide, data } = line.pixels, rows = Math.round(line.lane * 0.86);
       const mean = (rank, column) => {
@@ -485,16 +464,19 @@ def test_a_crowded_column_shows_the_exact_shares_of_its_time(opened, zoom):
         means: [0, 1, 2, 3].map(rank => columns.map(column => mean(rank, column))) };
     }"""
     columns = [3, 400, 1000]
-    found = tab.evaluate(read, columns)
-    for rank in range(4):
-        for column, mean in zip(columns, found["means"][rank], strict=True):
-            part = shares(trace, rank, column * found["step"], (column + 1) * found["step"])
-            expected = [sum(part[each] * found["colours"][each][at] for each in part) for at in range(3)]
-            assert mean == pytest.approx(expected, abs=1)
+    for zoom in (1, 3):
+        tab.evaluate(f"setLook('memory', false); timelines[0].setZoom({zoom}, 0)")
+        wait_until(tab, f"!timelines[0].dirty && timelines[0].crowded && timelines[0].zoom === {zoom}")
+        found = tab.evaluate(read, columns)
+        for rank, means in enumerate(found["means"]):
+            for column, mean in zip(columns, means, strict=True):
+                part = shares(trace, rank, column * found["step"], (column + 1) * found["step"])
+                expected = [sum(part[each] * found["colours"][each][at] for each in part) for at in range(3)]
+                assert mean == pytest.approx(expected, abs=1)
 
 
 def test_the_axis_and_the_ranks_stay_in_sight(opened):
-    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(64, 128))))
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(64, 32))))
     inside = (
         "all => all.map(each => each.getBoundingClientRect()).filter(box => box.top >= 0 && box.bottom <= 800).length"
     )
@@ -506,19 +488,6 @@ def test_the_axis_and_the_ranks_stay_in_sight(opened):
     assert tab.locator("[data-rank='40']").bounding_box()["x"] > 0
 
 
-def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
-    tab = opened(page.page(trace))
-    tab.evaluate("timelines[0].setZoom(4, 0)")
-    box = tab.locator(".scroller").bounding_box()
-    tab.mouse.move(box["x"] + 500, box["y"] + 30)
-    tab.mouse.down()
-    tab.mouse.move(box["x"] + 400, box["y"] + 30)
-    tab.mouse.move(box["x"] + 300, box["y"] + 30)
-    tab.mouse.up()
-    assert tab.evaluate("timelines[0].left") == 200
-    assert tab.locator("#panel").is_hidden()
-
-
 def dragged(tab, place, begin, end, height):
     """Drag over a place from one x to another; return the panel's text."""
     box = tab.locator(place).bounding_box()
@@ -528,6 +497,14 @@ def dragged(tab, place, begin, end, height):
     tab.mouse.move(box["x"] + end, box["y"] + height)
     tab.mouse.up()
     return tab.locator("#panel").inner_text()
+
+
+def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
+    tab = opened(page.page(trace))
+    tab.evaluate("timelines[0].setZoom(4, 0)")
+    assert dragged(tab, ".scroller", 500, 300, 30) == ""
+    assert tab.evaluate("timelines[0].left") == 200
+    assert tab.locator("#panel").is_hidden()
 
 
 def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
@@ -628,7 +605,7 @@ def test_the_address_holds_the_state(opened, trace, tmp_path):
     assert tab.locator("#panel").is_hidden()
 
 
-def test_finding_playing_and_the_table(opened, trace):
+def test_finding_and_playing(opened, trace):
     tab = opened(page.page(trace))
     tab.keyboard.press("/")
     tab.keyboard.type("idle > 5")
@@ -640,9 +617,6 @@ def test_finding_playing_and_the_table(opened, trace):
     tab.keyboard.press("Escape")
     tab.locator("#moment").fill("0")
     assert tab.locator("#now").inner_text().startswith("t = 0: rank 0 begins 0F0; rank 1 is idle, waiting for 0F0")
-    tab.locator("#play").focus()
-    tab.keyboard.press(".")
-    assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1; rank 1 begins 1F0")
     tab.keyboard.press("t")
     wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
 
@@ -658,12 +632,10 @@ def saved(tab, kind, folder):
     return path
 
 
-@pytest.mark.parametrize(
-    "schedule", [pipelab.OneFOneB(4, 8), pipelab.DualPipe(4, 8)], ids=lambda each: type(each).__name__
-)
-def test_what_is_shown_is_saved_as_a_picture(opened, schedule, tmp_path):
-    trace = pipelab.simulate(schedule, Cost(latency=0.25, pair=3))
-    tab = opened(page.page(renamed_with_transfers(trace)))
+@pytest.mark.parametrize("kind", [pipelab.OneFOneB, pipelab.DualPipe])
+def test_what_is_shown_is_saved_as_a_picture(opened, kind, tmp_path):
+    trace = pipelab.simulate(kind(4, 8), Cost(latency=0.25, pair=3))
+    tab = opened(page.page(pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})))
     tab.evaluate("setLook('memory', false)")
     wait_until(tab, "!timelines[0].dirty")
     svg = ElementTree.fromstring(saved(tab, "svg", tmp_path).read_text())  # noqa: S314  # written by the page above
@@ -689,10 +661,6 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
     assert ">OFFLOAD <" in saved(tab, "svg", tmp_path).read_text()
 
 
-def renamed_with_transfers(trace):
-    return pipelab.Trace.from_dict({**trace.to_dict(), "name": HOSTILE})
-
-
 @pytest.mark.parametrize("name", [path.name for path in Path(page.__file__).parent.glob("*.js")])
 def test_a_page_has_every_text_of_its_scripts_as_it_was_written(name):
     written = page._file(name)
@@ -713,8 +681,11 @@ def test_a_screen_reader_reads_the_page(opened, trace):
 
 def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     tab = opened(page.page(trace))
-    press = tab.keyboard.press
     focus = "(each => each.getAttribute('aria-label') ?? each.textContent)(document.activeElement)"
+
+    def press(*keys):
+        for key in keys:
+            tab.keyboard.press(key)
 
     def tab_to(name):
         for _ in range(60):
@@ -729,8 +700,7 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
 
     press("Tab")  # 1: to the table, past the timelines
     assert tab.evaluate(focus) == "skip the timelines"
-    press("Enter")
-    press("Tab")
+    press("Enter", "Tab")
     assert tab.evaluate(focus) == "All actions as a table"
     press("Enter")
     wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
@@ -752,8 +722,7 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     assert tab.locator("[data-rank='1']").get_attribute("aria-pressed") == "false"
     press("Enter")
     tab_to("timeline of")  # 5: an action
-    press("End")
-    press("ArrowDown")
+    press("End", "ArrowDown")
     assert said().startswith("1B7, backward of micro-batch 7 on stage 1, rank 1, 29 to 31")
     press("n")  # 6: what it waited for
     assert said().startswith("2B7, ")
@@ -766,8 +735,7 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     assert tab.evaluate("document.activeElement.id") == "panel"
     press("Escape")
     assert tab.evaluate(focus).startswith("timeline of")
-    for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):  # 8: a span and its sum
-        press(key)
+    press("Home", "Shift+ArrowRight", "Shift+ArrowRight")  # 8: a span and its sum
     assert said().startswith("from 0 to 3 (3 units): all ranks together work 6, fill 6")
     press("f")
     wait_until(tab, "timelines[0].zoom > 6")
@@ -775,13 +743,11 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
     wait_until(tab, "timelines[0].zoom === 1")
     press("/")  # 9: find
     tab.keyboard.type("mb 3")
-    press("Enter")
-    press("Shift+Enter")
+    press("Enter", "Shift+Enter")
     assert tab.locator("#hits").inner_text() == "8 found"
     press("Escape")
     tab_to("play")  # 10: step through
-    press(".")
-    press(".")
+    press(".", ".")
     assert tab.locator("#now").inner_text().startswith("t = 1: rank 0 begins 0F1")
 
 
@@ -809,14 +775,8 @@ def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
     assert pressed != released
 
 
-def test_a_hostile_name_runs_nothing(opened, trace):
-    tab = opened(page.page(renamed(trace, HOSTILE)))
-    assert tab.title() == f"{HOSTILE}, simulated"
-    assert tab.locator("img").count() == 0
-
-
-def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
-    trace = pipelab.simulate(pipelab.OneFOneB(32, 1024))
+def test_a_page_of_16384_actions_opens_and_zooms_to_single_actions(opened):
+    trace = pipelab.simulate(pipelab.OneFOneB(16, 512))
     tab = opened(page.page(trace))
     assert tab.locator("#timelines .bar").count() == 0
     calls = """() => {
@@ -829,14 +789,12 @@ def test_the_page_of_65536_actions_opens_and_zooms_to_single_actions(opened):
       return calls;
     }"""
     assert tab.evaluate(calls) == ["putImageData"]
-    for _ in range(14):
+    for _ in range(12):
         tab.locator("[data-zoom=in]").click()
     tab.locator("#timelines .bar").first.wait_for(state="attached")
-    action = tab.locator("#timelines .label").first.text_content()
-    assert action[0] in "FB"
+    assert tab.locator("#timelines .label").first.text_content()[0] in "FB"
     tab.locator("#timelines svg").click(position={"x": 600, "y": 10})
-    name = title(tab)
-    (event,) = (event for event in trace.events if str(event.action) == name)
+    (event,) = (event for event in trace.events if str(event.action) == title(tab))
     assert panel(tab)["when"].startswith(f"{event.start:,.0f} to {event.end:,.0f}")
 
 
@@ -845,19 +803,15 @@ def test_a_comparison_fits_a_window_of_1280_pixels_with_every_label_inside_its_b
     tab = opened(page.comparison_page(pipelab.compare(*traces)))
     tab.set_viewport_size({"width": 1280, "height": 900})
     wait_until(tab, "document.querySelector('#timelines svg').clientWidth < 1085")
+    wider = "places => places.filter(place => place.scrollWidth > place.clientWidth).length"
     for place in ("html", ".figures", ".scroller"):
-        wider = "places => places.filter(place => place.scrollWidth > place.clientWidth).length"
         assert tab.locator(place).evaluate_all(wider) == 0
-    corners = "boxes => boxes.map(b => b.getBoundingClientRect()).map(b => [b.left, b.right, b.top, b.bottom])"
+    corners = "boxes => boxes.map(b => b.getBoundingClientRect()).map(b => [b.left, b.top, -b.right, -b.bottom])"
     for timeline, trace in zip(tab.locator("#timelines svg").all(), traces, strict=True):
-        bars = timeline.locator(".bar").evaluate_all(corners)
-        labels = timeline.locator(".label").evaluate_all(corners)
+        bars, labels = (timeline.locator(name).evaluate_all(corners) for name in (".bar", ".label"))
         assert len(labels) == len(bars) == len(trace.events)
-        for (left, right, top, bottom), (first, last, upper, lower) in zip(labels, bars, strict=True):
-            assert first <= left + 1
-            assert right <= last + 1
-            assert upper <= top + 1
-            assert bottom <= lower + 1
+        for label, bar in zip(labels, bars, strict=True):
+            assert all(inner + 1 >= outer for inner, outer in zip(label, bar, strict=True))
 
 
 def test_timelines_on_one_axis_zoom_together(opened):
@@ -888,8 +842,7 @@ def test_show_opens_a_page_and_prints_its_path_where_there_is_no_browser(trace, 
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     trace.show()
-    (written,) = tmp_path.iterdir()
-    assert opened == [written.as_uri()]
+    assert opened == [path.as_uri() for path in tmp_path.iterdir()] != []
     assert capsys.readouterr().out == ""
     monkeypatch.setattr("webbrowser.open", lambda _: False)
     path = draw.show(trace)

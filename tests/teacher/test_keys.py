@@ -109,9 +109,8 @@ def test_a_teachers_copy_answers_below_the_table_unless_it_shall_not(pipelab_com
 
 
 @pytest.mark.parametrize("lab", QUESTIONS)
-def test_questions_are_asked_without_running_anything(pipelab_command, lab: str) -> None:
-    code, output, _ = pipelab_command("lab", lab, "--questions")
-    assert code == 0
+def test_questions_are_asked_without_running_anything(succeeds, lab: str) -> None:
+    output = succeeds("lab", lab, "--questions")
     assert all(question["ask"] in output for question in QUESTIONS[lab].values())
 
 

@@ -130,9 +130,9 @@ def test_a_simulator_that_knows_nothing_of_pipelab_gives_the_same_times(name):
     assert theirs.ends == tuple(map(pytest.approx, ours.ends))
 
 
-def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_command, folder):
+def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_command, succeeds, folder):
     made = ("simulate", "1f1b", "-r", "2", "-m", "2", "-f", "10", "-b", "20", "--latency", "1", "--unit", "ms")
-    assert pipelab_command(*made, "-o", "ours.json")[0] == 0
+    succeeds(*made, "-o", "ours.json")
     ours = json.loads(Path("ours.json").read_text())
     ours["costs"] |= {"out": [1.5, 1.5]}
     Path("theirs.json").write_text(json.dumps(written_elsewhere(ours, unit="ms")))
@@ -145,24 +145,23 @@ def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_comm
     ours["rows"][0] = "0F0 0B0 0F1 0B1"
     Path("theirs.json").write_text(json.dumps(written_elsewhere(ours, unit="ms")))
     Path("theirs.json").write_text(json.dumps(written_elsewhere(ours, unit="us")))
-    output = pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
+    output = succeeds("compare", "ours.json", "--with", "theirs.json")
     assert "times of the file x 0.001)" in " ".join(output.split())
     Path("theirs.json").write_text(json.dumps(written_elsewhere(ours, unit="ms")))
-    assert "0F1 on rank 0: it starts at" in pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
-    assert "try --unit" not in pipelab_command("compare", "ours.json", "--with", "theirs.json")[1]
+    assert "0F1 on rank 0: it starts at" in succeeds("compare", "ours.json", "--with", "theirs.json")
+    assert "try --unit" not in succeeds("compare", "ours.json", "--with", "theirs.json")
     plan = ("compare", "1f1b", "-r", "2", "-m", "2", "-f", "10", "-b", "20", "--with", "theirs.json")
-    assert "try --unit ms" in " ".join(pipelab_command(*plan)[1].split())
-    assert "try --unit" not in pipelab_command(*plan, "--unit", "ms")[1]
+    assert "try --unit ms" in " ".join(succeeds(*plan).split())
+    assert "try --unit" not in succeeds(*plan, "--unit", "ms")
 
 
-def test_all_reduces_beside_computing_are_shown_beside_another_simulators(pipelab_command, folder):
+def test_all_reduces_beside_computing_are_shown_beside_another_simulators(succeeds, folder):
     cost = Cost(all_reduce=3, all_reduce_runs="beside")
     simulate(pipelab.replicate(pipelab.OneFOneB(2, 2), 2), cost).save("beside.json")
-    code, output, _ = pipelab_command("compare", "beside.json", "--with", "beside.json", "--save", "both.html")
-    assert code == 0
+    output = succeeds("compare", "beside.json", "--with", "beside.json", "--save", "both.html")
     assert "at the same time" in output.splitlines()[0]
     assert output.count("rank 3") == 2
-    assert pipelab_command("compare", "beside.json", "--with", "beside.json", "--diff")[0] == 0
+    succeeds("compare", "beside.json", "--with", "beside.json", "--diff")
 
 
 @pytest.mark.parametrize(("unit", "factor"), [("us", 1000), ("s", 0.001), ("ticks", 7), ("", 3)])
@@ -188,9 +187,7 @@ def test_times_in_another_unit_are_converted_by_name_or_by_the_work(unit, factor
         (["1f1b", "--with", "other.json"], "expected format 'pipelab-trace', version 1\n  try: pipelab simulate"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_the_reason(pipelab_command, folder, words, fact):
+def test_what_cannot_be_compared_is_refused_with_the_reason(refused, folder, words, fact):
     Path("two.json").write_text(json.dumps(EXAMPLE))
     Path("other.json").write_text('{"actions": 3}')
-    code, _, error = pipelab_command("compare", *words)
-    assert code == 1
-    assert fact in error
+    assert fact in refused("compare", *words)

@@ -28,7 +28,8 @@ def test_the_notation_reads_back_as_the_action(action):
 @given(st.builds(F, numbers, stages), st.builds(B, numbers, stages))
 def test_the_notation_of_a_pair_reads_back_as_the_pair(forward, backward):
     pair = forward & backward
-    assert parse_item(str(pair), "here") == pair
+    assert str(pair) == f"({forward};{backward})OVERLAP_F_B"
+    assert parse_item(str(pair), "here") == pickle.loads(pickle.dumps(pair)) == pair  # noqa: S301 - made here
     assert (pair.forward, pair.backward) == (forward, backward)
 
 
@@ -46,44 +47,26 @@ def test_the_notation_of_a_pair_reads_back_as_the_pair(forward, backward):
 def test_an_action_is_written_as_pytorch_writes_it(action, text, word):
     assert str(action) == text
     assert Action.parse(f" {text} ") == action
+    assert Action.parse(text.replace("R", "REDUCE_GRAD")) == action
     assert action.word == word
-
-
-def test_a_pair_is_written_as_pytorch_writes_it():
-    assert str(F(3, stage=0) & B(1, stage=3)) == "(0F3;3B1)OVERLAP_F_B"
-
-
-@pytest.mark.parametrize(("text", "action"), [("2REDUCE_GRAD", R(2)), (" REDUCE_GRAD ", R())])
-def test_pytorchs_whole_word_for_an_all_reduce_is_read_too(text, action):
-    assert Action.parse(text) == action
-
-
-@pytest.mark.parametrize(
-    "text", ["", "F", "0F", "F-1", "2R1", "0f0", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0", "0F\u0663"]
-)
-def test_anything_else_is_no_action(text):
-    with pytest.raises(FormatError, match=r"is not an action: expected \[stage\]kind\[micro-batch\], such as 2F0"):
-        Action.parse(text)
+    assert pickle.loads(pickle.dumps(action)) == action  # noqa: S301 - made here
 
 
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("0f0", "try: '0F0', in capital letters"),
-        ("0SEND_B1", "try: leave it out: it belongs to PyTorch's compute_comms format"),
-        ("1RECV_F3", "try: leave it out: it belongs to PyTorch's compute_comms format"),
+        *((text, "") for text in ("", "F", "0F", "F-1", "2R1", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0", "0F\u0663")),
+        *((text, "") for text in ("0F" + "9" * 5000, "0f" + "9" * 4000, "9" * 5000 + "R", "F" * 5000)),
+        ("0f0", "\n  try: '0F0', in capital letters"),
+        ("0SEND_B1", "\n  try: leave it out: it belongs to PyTorch's compute_comms format"),
+        ("1RECV_F3", "\n  try: leave it out: it belongs to PyTorch's compute_comms format"),
     ],
 )
-def test_what_is_nearly_an_action_is_told_what_to_write(text, advice):
-    with pytest.raises(FormatError, match=rf"is not an action: .* or 2R\n  {advice}"):
+def test_anything_else_is_no_action(text, advice):
+    with pytest.raises(FormatError, match=r"is not an action: expected \[stage\]kind\[micro-batch\], such") as told:
         Action.parse(text)
-
-
-@pytest.mark.parametrize("text", ["0F" + "9" * 5000, "0f" + "9" * 4000, "9" * 5000 + "R", "F" * 5000])
-def test_a_number_that_python_does_not_read_is_told_in_few_words(text):
-    with pytest.raises(FormatError, match="is not an action") as refusal:
-        Action.parse(text)
-    assert len(str(refusal.value)) < 200
+    assert advice in str(told.value)
+    assert len(str(told.value)) < 250
 
 
 @pytest.mark.parametrize(
@@ -110,37 +93,23 @@ def test_an_action_joins_with_actions_only():
         B(0) & F(0)
 
 
-def test_an_action_cannot_be_changed():
+def test_an_action_is_a_value_and_no_tuple():
     with pytest.raises(dataclasses.FrozenInstanceError):
         F(0).stage = 1
-
-
-def test_an_action_is_no_tuple_and_equals_its_like_only():
-    assert F(0) == F(0)
     assert len({F(0), F(0), F(0, 0), F(1), B(0)}) == 4
     assert F(0) != ("F", 0, None)
 
 
-def test_a_slip_in_the_type_is_kept_for_check_to_explain():
-    assert type(F(1).microbatch) is int
-    assert type(F(1.0).microbatch) is float
-    assert type(F(microbatch=True).microbatch) is bool
-
-
 @pytest.mark.parametrize("kind", [F, B, I, W])
-def test_whole_numbers_of_other_libraries_are_whole_numbers(kind):
+def test_whole_numbers_of_other_libraries_are_whole_numbers_and_slips_are_kept_for_check(kind):
     for number in (np.int64(2), np.arange(3)[2]):
         assert kind(number, number) == kind(2, 2)
         assert {type(each) for each in (kind(number, number).microbatch, R(number).stage)} == {int}
-    kept = [kind(number).microbatch for number in (np.float64(2), True, "2")]
-    assert [type(each).__name__ for each in kept] == ["float64", "bool", "str"]
+    kept = [kind(number).microbatch for number in (1.0, np.float64(2), True, "2")]
+    assert [type(each).__name__ for each in kept] == ["float", "float64", "bool", "str"]
 
 
 def test_whole_numbers_in_tensors_are_whole_numbers():
     torch = pytest.importorskip("torch")
     assert type(F(torch.tensor(2)).microbatch) is type(R(torch.tensor(2)).stage) is int
     assert type(F(torch.tensor(2.0)).microbatch) is torch.Tensor
-
-
-def test_actions_cross_processes():
-    assert pickle.loads(pickle.dumps([F(0, 1), F(0) & B(0)])) == [F(0, 1), F(0) & B(0)]  # noqa: S301 - made here

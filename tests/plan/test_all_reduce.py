@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from strategies import catalogue_plans, costs, legal_cases, random_cases, shuffled_cases
 
-import pipelab
 from pipelab import B, Cost, F, Plan, R, check, simulate
 
 
@@ -33,49 +32,29 @@ def unlisted(case):
 # Where they go
 
 
-def test_an_all_reduce_goes_right_after_its_stages_last_gradient():
-    plan = Plan.parse(["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"])
-    assert rows(plan) == ["0F0 1F0 1B0 1R 0B0 0R", "0F1 1F1 1B1 1R 0B1 0R"]
-
-
-def test_the_last_gradient_of_a_split_backward_is_its_weight_gradient():
-    plan = Plan.parse(["0F0 1F0 1I0 1W0 0I0 0W0", "0F1 1F1 1I1 0I1 1W1 0W1"])
-    assert rows(plan) == ["0F0 1F0 1I0 1W0 1R 0I0 0W0 0R", "0F1 1F1 1I1 0I1 1W1 1R 0W1 0R"]
-
-
-def test_where_ranks_would_deadlock_all_reduces_go_to_the_rows_ends():
-    plan = Plan.parse(["0F0 0B0 1F1 1B1", "1F0 1B0 0F1 0B1"])
-    assert rows(plan) == ["0F0 0B0 1F1 1B1 1R 0R", "1F0 1B0 0F1 0B1 1R 0R"]
+@pytest.mark.parametrize(
+    ("written", "bound"),
+    [
+        ("0F0 1F0 1B0 0B0; 0F1 1F1 1B1 0B1", "0F0 1F0 1B0 1R 0B0 0R; 0F1 1F1 1B1 1R 0B1 0R"),
+        (
+            "0F0 1F0 1I0 1W0 0I0 0W0; 0F1 1F1 1I1 0I1 1W1 0W1",
+            "0F0 1F0 1I0 1W0 1R 0I0 0W0 0R; 0F1 1F1 1I1 0I1 1W1 1R 0W1 0R",
+        ),
+        ("0F0 0B0 1F1 1B1; 1F0 1B0 0F1 0B1", "0F0 0B0 1F1 1B1 1R 0R; 1F0 1B0 0F1 0B1 1R 0R"),  # or they would hang
+        ("0F0 1F0 1B0 0B0 1R; 0F1 1F1 1B1 0B1 1R", "0F0 1F0 1B0 0B0 0R 1R; 0F1 1F1 1B1 0B1 0R 1R"),
+        ("0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0; 0F1 0B1", "0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0 0R; 0F1 0B1 0R"),
+    ],
+)
+def test_an_all_reduce_goes_right_after_its_stages_last_gradient_or_to_the_end(written, bound):
+    plan = Plan.parse(written)
+    assert "; ".join(rows(plan)) == bound
+    assert "; ".join(" ".join(map(str, row)) for row in plan.written) == written
     assert check(plan) == []
-
-
-def test_an_all_reduce_that_is_listed_stays_where_it_is_and_the_others_come():
-    plan = Plan.parse(["0F0 1F0 1B0 0B0 1R", "0F1 1F1 1B1 0B1 1R"])
-    assert rows(plan) == ["0F0 1F0 1B0 0B0 0R 1R", "0F1 1F1 1B1 0B1 0R 1R"]
-    assert [len(row) for row in plan.written] == [5, 5]
-
-
-def test_a_stage_on_one_rank_gets_none():
-    for name in sorted(pipelab.schedules):
-        plan = pipelab.schedules[name](4, 8).plan()
-        if all(len(ranks) == 1 for ranks in plan.replicas.values()):
-            assert plan.bound.reduces == {}
-
-
-def test_what_was_written_stays_as_it_was():
-    plan = Plan([[F(0), B(0)], [F(1), B(1)]], 1, 2, lambda m, _: m)
-    assert plan.written == ((F(0), B(0)), (F(1), B(1)))
-    assert rows(plan) == ["0F0 0B0 0R", "0F1 0B1 0R"]
 
 
 def test_a_plan_with_an_item_that_cannot_stand_shows_what_it_was_given():
     plan = Plan([[F(0, 0), "B0"], [F(1, 0), B(1, 0)]], 1, 2)
     assert rows(plan) == ["0F0 B0", "0F1 0B1"]
-
-
-def test_a_pair_stays_together_before_its_all_reduce():
-    last = [[F(0, 0), F(0, 1), F(1, 1) & B(0, 1), B(1, 1), B(0, 0)], [F(1, 0), B(1, 0)]]
-    assert rows(Plan(last, 2, 2)) == ["0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0 0R", "0F1 0B1 0R"]
 
 
 # What holds for every plan
@@ -140,16 +119,6 @@ def test_a_plan_whose_stages_are_all_on_one_rank_is_bound_as_it_was_written(plan
 
 
 # What they cost
-
-
-def test_they_are_simulated_from_when_the_last_rank_arrives():
-    plan = Plan.parse(["0F0 0B0", "0F1 0B1 0F2 0B2"])
-    trace = simulate(plan, Cost(forward=1, backward=2, all_reduce=5))
-    assert {(event.rank, event.start, event.end) for event in trace.events if event.action == R(0)} == {
-        (0, 6, 11),
-        (1, 6, 11),
-    }
-    assert trace.bubble == pytest.approx(3 / 22)
 
 
 @given(legal_cases(reduces=False), costs())

@@ -156,28 +156,29 @@ def test_no_kind_of_fault_is_left_without_a_test_of_its_message():
     assert {code.partition(",")[0] for code in MESSAGES} | elsewhere == set(get_args(Code))
 
 
-def test_missing_micro_batches_are_told_as_runs():
-    plan = Plan([[F(m) for m in range(20)] + [B(m) for m in (3, 7, 8, 9, 19)]])
-    (fault,) = check(plan)
-    assert fault.message == "micro-batches 0…2, 4…6, 10…18 have no backward on stage 0 (rank 0)"
-
-
-@pytest.mark.parametrize(("microbatches", "lacking"), [(12, "10"), (14, "10, … (7 in all)"), (40, "10, … (20 in all)")])
-def test_missing_micro_batches_beyond_six_runs_are_counted(microbatches, lacking):
-    plan = Plan([[F(m) for m in range(microbatches)] + [B(m) for m in range(1, microbatches, 2)]])
-    (fault,) = check(plan)
-    assert fault.message == f"micro-batches 0, 2, 4, 6, 8, {lacking} have no backward on stage 0 (rank 0)"
+@pytest.mark.parametrize(
+    ("microbatches", "run", "lacking"),
+    [
+        (20, (3, 7, 8, 9, 19), "0…2, 4…6, 10…18"),
+        (12, range(1, 12, 2), "0, 2, 4, 6, 8, 10"),
+        (14, range(1, 14, 2), "0, 2, 4, 6, 8, 10, … (7 in all)"),
+        (40, range(1, 40, 2), "0, 2, 4, 6, 8, 10, … (20 in all)"),
+    ],
+)
+def test_missing_micro_batches_are_told_as_runs_and_counted_beyond_six(microbatches, run, lacking):
+    (fault,) = check(Plan([[*map(F, range(microbatches)), *map(B, run)]]))
+    assert fault.message == f"micro-batches {lacking} have no backward on stage 0 (rank 0)"
 
 
 def test_an_action_of_a_micro_batch_that_is_not_placed_there_is_told():
-    class Backwards(pipelab.GPipe):
+    class OnRank0(pipelab.GPipe):
         def place(self, microbatch, stage):
             return 0
 
-    fault = check(Backwards(2, 1))[0]
-    assert fault.code == "ambiguous-stage"
-    faults = [fault for fault in check(Backwards(2, 1)) if fault.rank == 1]
-    assert faults[0].message == "F0 on rank 1: no stage of micro-batch 0 is placed there"
+    faults = check(OnRank0(2, 1))
+    assert faults[0].code == "ambiguous-stage"
+    first = next(fault for fault in faults if fault.rank == 1)
+    assert first.message == "F0 on rank 1: no stage of micro-batch 0 is placed there"
 
 
 @pytest.mark.parametrize("position", range(10))
@@ -191,15 +192,12 @@ def test_the_excerpt_marks_the_place(position):
     assert ("| …" in line, line.endswith("…")) == (position > 4, position < 5)
 
 
-def test_a_long_thing_is_shortened():
-    assert shorten("x" * 100) == "'" + "x" * 58 + "…"
-    assert len(shorten(list(range(1000)), width=20)) == 20
-    assert shorten("x" * 58) == "'" + "x" * 58 + "'"
-
-
-def test_a_thing_of_several_lines_is_told_on_one():
+def test_a_long_thing_is_shortened_and_one_of_several_lines_is_told_on_one():
     class Matrix:
         def __repr__(self):
             return "matrix([1],\n       [2])"
 
+    assert shorten("x" * 100) == "'" + "x" * 58 + "…"
+    assert len(shorten(list(range(1000)), width=20)) == 20
+    assert shorten("x" * 58) == "'" + "x" * 58 + "'"
     assert shorten(Matrix()) == "matrix([1], [2])"

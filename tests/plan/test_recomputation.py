@@ -181,11 +181,12 @@ def test_its_time_is_the_forwards_or_its_own_and_can_be_fitted():
 
 
 def test_a_picture_a_page_and_a_text_show_it(tmp_path):
+    assert C(3, stage=1) == Action.parse("1C3") == Action("C", 3, 1)
     trace = pipelab.simulate(with_recompute(pipelab.GPipe(2, 3)))
     for suffix in ("svg", "html", "txt"):
         text = trace.save(tmp_path / f"again.{suffix}").read_text(encoding="utf-8")
         assert "C0" in text
-        assert suffix == "txt" or "recomputation" in text
+        assert suffix == "txt" or C(3).word == "recomputation" in text
     assert "#56b4e9" in (tmp_path / "again.svg").read_text().lower()
     assert "C" in "".join(map(str, trace.critical_path))
     assert trace.why(0, 5)
@@ -193,14 +194,12 @@ def test_a_picture_a_page_and_a_text_show_it(tmp_path):
 
 def test_a_page_counts_what_runs_again_once(tmp_path, browser):
     trace = pipelab.simulate(with_recompute(pipelab.OneFOneB(2, 3), ahead=1))
-    trace.save(tmp_path / "again.html")
     tab = browser.new_page()
-    tab.goto((tmp_path / "again.html").as_uri())
+    tab.goto(trace.save(tmp_path / "again.html").as_uri())
     peaks = tab.evaluate("[0, 1].map((rank) => Math.max(...models[0].memory(rank).map((each) => each[1])))")
     assert tuple(peaks) == trace.peak_activations == (2, 1)
-    assert tab.evaluate("models[0].needs(models[0].named('0B1')).map((each) => models[0].name(each))") == [
-        "0F1", "1B1", "0C1"
-    ]  # fmt: skip
+    needs = tab.evaluate("models[0].needs(models[0].named('0B1')).map((each) => models[0].name(each))")
+    assert needs == ["0F1", "1B1", "0C1"]
     tab.close()
 
 
@@ -230,10 +229,13 @@ def test_some_stages_may_run_again_and_what_is_there_stays():
     assert with_recompute(with_recompute(once)).rows == with_recompute(pipelab.GPipe(3, 2)).rows
 
 
-@pytest.mark.parametrize("ahead", [-1, 0.5, None])
-def test_ahead_is_a_whole_number(ahead):
-    with pytest.raises(pipelab.UsageError, match="ahead"):
-        with_recompute(pipelab.GPipe(2, 2), ahead=ahead)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [*(({"ahead": each}, "ahead") for each in (-1, 0.5, None)), ({"stages": [0, 9]}, r"\[9\].*to 1")],
+)
+def test_ahead_is_a_whole_number_and_stages_are_those_there_are(given, told):
+    with pytest.raises(pipelab.UsageError, match=told):
+        with_recompute(pipelab.GPipe(2, 2), **given)
 
 
 def test_running_ahead_comes_before_gathers():
@@ -302,13 +304,3 @@ def test_the_optimum_places_what_runs_again_within_the_cap():
     v_shape = with_recompute(pipelab.V1F1B(2, 4))  # two stages on a rank, and yet one activation at a time
     assert pipelab.optimum(v_shape, memory_cap=1).makespan == 17.5
     assert best.makespan == 15 < pipelab.optimum(pipelab.GPipe(2, 3), memory_cap=1).makespan
-
-
-def test_the_maker_is_the_kind_and_is_read_back():
-    assert C(3, stage=1) == Action.parse("1C3") == Action("C", 3, 1)
-    assert C(3, stage=1).word == "recomputation"
-
-
-def test_a_stage_that_the_plan_lacks_is_refused():
-    with pytest.raises(pipelab.UsageError, match=r"stages=\[9\].*stages 0 to 1"):
-        pipelab.with_recompute(pipelab.GPipe(2, 4), [0, 9])

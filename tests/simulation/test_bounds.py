@@ -154,12 +154,15 @@ def test_a_comparison_has_a_column_for_the_bound_only_if_asked():
     assert "bound" not in str(compare(*subjects))
 
 
-def test_what_is_no_subject_or_cap_is_refused():
-    with pytest.raises(CostError, match="own times"):
-        lower_bound(simulate(pipelab.GPipe(2, 2)), Cost())
-    with pytest.raises(TypeError, match="expected a Cost"):
-        lower_bound(pipelab.GPipe(2, 2), 3)
-    with pytest.raises(UsageError, match="memory_cap has 1 number for 2 ranks"):
-        lower_bound(pipelab.GPipe(2, 2), memory_cap=[1])
-    with pytest.raises(ScheduleError):
-        lower_bound(Plan([[F(0)]]))
+@pytest.mark.parametrize(
+    ("given_", "cap", "error", "told"),
+    [
+        ((simulate(pipelab.GPipe(2, 2)), Cost()), None, CostError, "own times"),
+        ((pipelab.GPipe(2, 2), 3), None, TypeError, "expected a Cost"),
+        ((pipelab.GPipe(2, 2),), [1], UsageError, "memory_cap has 1 number for 2 ranks"),
+        ((Plan([[F(0)]]),), None, ScheduleError, ""),
+    ],
+)
+def test_what_is_no_subject_or_cap_is_refused(given_, cap, error, told):
+    with pytest.raises(error, match=told):
+        lower_bound(*given_, memory_cap=cap)

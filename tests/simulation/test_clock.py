@@ -98,22 +98,13 @@ def test_a_pair_as_one_slot_starts_with_its_last_input_and_ends_as_one(case, len
 # What a number stands for
 
 
-def test_a_number_is_one_ranks_share_of_the_model():
-    times = Cost(forward=4, backward=8, all_reduce=2).times(Interleaved(2, 3).plan())
-    none = {"U": [0] * 4}
-    assert times == {"F": [2] * 4, "C": [2] * 4, "B": [4] * 4, "I": [2] * 4, "W": [2] * 4, "R": [1] * 4} | none
-
-
-def test_a_number_may_stand_for_one_stage():
-    times = Cost(forward=4, backward=8, all_reduce=2, per="stage").times(Interleaved(2, 3).plan())
-    none = {"U": [0] * 4}
-    assert times == {"F": [4] * 4, "C": [4] * 4, "B": [8] * 4, "I": [4] * 4, "W": [4] * 4, "R": [2] * 4} | none
-
-
-def test_a_list_always_means_per_stage():
-    for per in ("rank", "stage"):
-        times = Cost(forward=[1, 2, 3, 4], backward=8, per=per).times(Interleaved(2, 3).plan())
-        assert times["F"] == [1, 2, 3, 4]
+@pytest.mark.parametrize(("per", "stages"), [("rank", 2), ("stage", 1)])
+def test_a_number_is_one_ranks_share_of_the_model_or_one_stages(per, stages):
+    times = Cost(forward=4, backward=8, all_reduce=2, per=per).times(Interleaved(2, 3).plan())
+    whole = {"F": 4, "C": 4, "B": 8, "I": 4, "W": 4, "R": 2, "U": 0}
+    assert times == {kind: [time / stages] * 4 for kind, time in whole.items()}
+    listed = Cost(forward=[1, 2, 3, 4], backward=8, per=per).times(Interleaved(2, 3).plan())
+    assert listed["F"] == [1, 2, 3, 4]
 
 
 def test_missing_halves_are_half_of_the_backward_even_where_it_is_a_list():
@@ -207,13 +198,10 @@ def test_transfers_in_queues_do_not_keep_ranks_busy_as_well(queues):
         simulate(pipelab.GPipe(2, 2), Cost(sender="busy"), **queues)
 
 
-def test_activations_and_gradients_have_sizes_of_their_own():
+def test_activations_and_gradients_have_sizes_of_their_own_which_matter_with_a_bandwidth():
     cost = Cost(forward=1, backward=1, bandwidth=4, activation_bytes=[8, 99], boundary_gradient_bytes=[99, 2])
     trace = simulate(Plan.parse(["0F0 0B0", "1F0 1B0"]), cost)
     assert [(transfer.start, transfer.end) for transfer in trace.transfers] == [(5, 5.5), (1, 3)]
-
-
-def test_without_a_bandwidth_size_does_not_matter():
     assert simulate(pipelab.GPipe(2, 2), Cost(activation_bytes=10**9)).makespan == 9
 
 
@@ -228,15 +216,12 @@ def test_stages_on_one_rank_exchange_nothing():
 
 def test_as_run_the_first_stages_backward_is_its_weight_gradient_alone():
     plan = Plan([[F(0), I(0), W(0)], [F(0), I(0), W(0)]], 2, 1, by_stage)
-    uniform = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2))
-    as_run = simulate(plan, Cost(forward=1, backward=4, input_grad=1, weight_grad=2, first_stage="as-run"))
-    assert [event.duration for event in uniform.events] == [1, 1, 2, 1, 1, 2]
-    assert [event.duration for event in as_run.events] == [1, 0, 4, 1, 1, 2]
-
-
-def test_a_full_backward_is_the_same_as_run():
-    for plan in (pipelab.OneFOneB(3, 4).plan(), pipelab.GPipe(1, 1).plan()):
-        assert simulate(plan, Cost(first_stage="as-run")) == simulate(plan, Cost())
+    times = {"forward": 1, "backward": 4, "input_grad": 1, "weight_grad": 2}
+    for first_stage, durations in (("uniform", [1, 1, 2, 1, 1, 2]), ("as-run", [1, 0, 4, 1, 1, 2])):
+        trace = simulate(plan, Cost(**times, first_stage=first_stage))
+        assert [event.duration for event in trace.events] == durations
+    for whole in (pipelab.OneFOneB(3, 4), pipelab.GPipe(1, 1).plan()):  # a full backward is the same as run
+        assert simulate(whole, Cost(first_stage="as-run")) == simulate(whole)
 
 
 # All-reduces
@@ -288,36 +273,22 @@ BYTES = ["activation_bytes", "boundary_gradient_bytes"]
 IMPOSSIBLE = [float("nan"), float("inf"), "1", "", 1j, object(), [1, -1], [1, None], [[1]]]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, -1) for field in TIMES + BYTES] + [("forward", value) for value in IMPOSSIBLE]
-)
-def test_what_cannot_be_a_time_or_a_size_is_refused(field, value):
-    with pytest.raises(CostError, match=f"^{field}="):
-        Cost(**{field: value})
+REFUSED = [
+    *((field, -1, "") for field in TIMES + BYTES),
+    *(("forward", value, "") for value in IMPOSSIBLE),
+    *((field, None, "") for field in ("forward", "backward", "all_reduce", "latency", "activation_bytes")),
+    *((field, [1, 2], ".*expected one number, not a list") for field in ("latency", "bandwidth")),
+    ("bandwidth", 0, "0: nothing would ever arrive"),
+    *(
+        (field, value, f"{value!r}: expected '")
+        for field, value in (("per", "model"), ("first_stage", "real"), ("per", None), ("sender", "lazy"))
+    ),
+]
 
 
-@pytest.mark.parametrize("field", ["forward", "backward", "all_reduce", "latency", "activation_bytes"])
-def test_only_what_may_be_left_out_may_be_none(field):
-    with pytest.raises(CostError, match=f"^{field}=None"):
-        Cost(**{field: None})
-
-
-@pytest.mark.parametrize("field", ["latency", "bandwidth"])
-def test_what_belongs_to_no_stage_cannot_be_a_list(field):
-    with pytest.raises(CostError, match=f"{field}=.*expected one number, not a list"):
-        Cost(**{field: [1, 2]})
-
-
-def test_nothing_arrives_without_bandwidth():
-    with pytest.raises(CostError, match="bandwidth=0: nothing would ever arrive"):
-        Cost(bandwidth=0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("per", "model"), ("first_stage", "real"), ("per", None), ("sender", "lazy")]
-)
-def test_an_unknown_word_is_refused(field, value):
-    with pytest.raises(CostError, match=f"{field}={value!r}: expected '"):
+@pytest.mark.parametrize(("field", "value", "told"), REFUSED)
+def test_what_cannot_be_a_time_a_size_or_a_word_is_refused(field, value, told):
+    with pytest.raises(CostError, match=f"^{field}={told}"):
         Cost(**{field: value})
 
 
@@ -345,26 +316,7 @@ def test_a_cost_is_a_value():
 @given(catalogue_plans())
 def test_a_cost_may_be_left_out(plan):
     assert simulate(plan) == simulate(plan, Cost(forward=1, backward=2))
-
-
-def test_a_schedule_is_simulated_as_its_plan_is():
-    assert simulate(pipelab.OneFOneB(3, 4)) == simulate(pipelab.OneFOneB(3, 4).plan())
-
-
-def test_costs_of_nothing_give_a_trace_of_no_length():
-    trace = simulate(pipelab.GPipe(2, 2), Cost(forward=0, backward=0))
-    assert (trace.makespan, trace.bubble) == (0, 0)
-
-
-def test_weights_may_wait():
-    plan = Plan([[F(0), F(1), I(0), I(1), W(0), W(1)]])
-    assert [event.start for event in simulate(plan, Cost(forward=1, backward=2)).events] == [0, 1, 2, 3, 4, 5]
-    assert simulate(plan).peak_activations == (2,)
-    assert W(0) != I(0)
-
-
-def test_a_cost_that_is_none_is_told():
-    with pytest.raises(
-        TypeError, match=r"cost=\(1, 2\): expected a Cost, such as pipelab.Cost\(forward=1, backward=2\)"
-    ):
-        simulate(pipelab.GPipe(2, 2), (1, 2))
+    nothing = simulate(plan, Cost(forward=0, backward=0))
+    assert (nothing.makespan, nothing.bubble) == (0, 0)
+    with pytest.raises(TypeError, match=r"cost=\(1, 2\): expected a Cost, such as pipelab.Cost\("):
+        simulate(plan, (1, 2))

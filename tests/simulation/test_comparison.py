@@ -58,9 +58,10 @@ def test_the_critical_path_of_every_schedule_is_one_chain(plan, forward, backwar
     assert_hangs_together(simulate(plan, Cost(forward=forward, backward=backward)))
 
 
-def test_the_critical_path_of_naive_is_everything():
+def test_the_critical_path_of_naive_is_everything_and_of_nothing_is_empty():
     trace = simulate(pipelab.Naive(3, 2))
     assert len(trace.critical_path) == len(trace.events)
+    assert Trace(Plan([[]], 1, 1), [[]], [[]]).critical_path == ()
 
 
 def test_a_pairs_slot_hangs_on_whichever_half_came_last():
@@ -77,10 +78,6 @@ def test_forwards_that_take_no_time_make_no_slots_of_their_pairs(backward):
     pairs = [[F(0, s), F(1, s) & pipelab.B(0, s), pipelab.B(1, s)] for s in range(2)]
     trace = simulate(Plan(pairs, 2, 2), Cost(forward=0, backward=backward))
     assert_hangs_together(trace)
-
-
-def test_an_empty_trace_hangs_on_nothing():
-    assert Trace(Plan([[]], 1, 1), [[]], [[]]).critical_path == ()
 
 
 # Comparing
@@ -101,32 +98,24 @@ def test_a_comparison_has_one_row_per_trace_with_its_figures():
     assert both.traces == (gpipe, one)
 
 
-def test_peaks_are_shares_of_what_a_rank_ever_holds():
-    plan = Plan.parse(["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"])
-    (row,) = compare(simulate(plan)).rows
-    assert (row.peak_activations, row.peak_share) == ((4,), (1.0,))
-
-
-def test_an_idle_rank_holds_nothing():
-    (row,) = compare(simulate(Plan([[F(0, 0), pipelab.B(0, 0)], []]))).rows
-    assert row.peak_share == (1.0, 0.0)
-    assert row.busy_share == (1.0, 0.0)
-
-
-def test_a_trace_without_length_has_no_busy_share():
-    (row,) = compare(simulate(pipelab.GPipe(1, 1), Cost(forward=0, backward=0))).rows
-    assert row.busy_share == (0.0,)
+@pytest.mark.parametrize(
+    ("plan", "cost", "peaks", "busy"),
+    [
+        (Plan.parse("0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"), Cost(), (1.0,), (1.0,)),  # of what the rank ever holds
+        (Plan([[F(0, 0), pipelab.B(0, 0)], []]), Cost(), (1.0, 0.0), (1.0, 0.0)),
+        (pipelab.GPipe(1, 1).plan(), Cost(forward=0, backward=0), (1.0,), (0.0,)),
+    ],
+)
+def test_shares_are_of_what_a_rank_could_hold_and_do(plan, cost, peaks, busy):
+    (row,) = compare(simulate(plan, cost)).rows
+    assert (row.peak_share, row.busy_share) == (peaks, busy)
 
 
 def test_traces_share_an_axis_only_if_they_share_a_unit():
     ideal, ms = simulate(pipelab.GPipe(2, 2)), simulate(pipelab.GPipe(2, 2), Cost(unit="ms"))
+    assert compare(ideal, ideal, names=["theory", "again"]).names == ("theory", "again")
     assert compare(ideal, ideal).shares_axis
     assert not compare(ideal, ms).shares_axis
-
-
-def test_names_may_be_given():
-    trace = simulate(pipelab.GPipe(2, 2))
-    assert compare(trace, trace, names=["theory", "again"]).names == ("theory", "again")
 
 
 def test_plans_and_schedules_are_simulated_before_they_are_compared():
@@ -138,23 +127,23 @@ def test_plans_and_schedules_are_simulated_before_they_are_compared():
     assert compare(schedule).names == ("OneFOneB(ranks=2, microbatches=4), simulated",)
 
 
-def test_what_cannot_be_compared_is_refused():
-    trace = simulate(pipelab.OneFOneB(2, 2))
-    with pytest.raises(UsageError, match="at least one"):
-        compare()
-    with pytest.raises(UsageError, match="1 names for 2 traces"):
-        compare(trace, trace, names=["one"])
-    with pytest.raises(TypeError, match="compare takes traces, plans and schedules, one by one, got 3"):
-        compare(trace, 3)
-    with pytest.raises(TypeError, match="one by one, got namespace.*: take its trace$"):
-        compare(SimpleNamespace(trace=simulate(pipelab.GPipe(2, 2))))
-    with pytest.raises(TypeError, match=r"one by one, got \[<simulated"):
-        compare([trace, trace])
-    with pytest.raises(TypeError, match=r"got 'gpipe': make a schedule with pipelab.schedules\['gpipe'\]\(ranks=4"):
-        compare(trace, "gpipe")
-    with pytest.raises(TypeError, match=r"got the class GPipe: make a schedule with GPipe\(ranks=4, microbatches=8\)"):
-        compare(trace, pipelab.GPipe)
-    with pytest.raises(CostError, match="traces have their own times"):
-        compare(trace, cost=Cost())
-    with pytest.raises(ScheduleError, match="missing"):
-        compare(Plan.parse(["0F0"]))
+TRACE = simulate(pipelab.OneFOneB(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("subjects", "options", "error", "told"),
+    [
+        ([], {}, UsageError, "at least one"),
+        ([TRACE, TRACE], {"names": ["one"]}, UsageError, "1 names for 2 traces"),
+        ([TRACE, 3], {}, TypeError, "compare takes traces, plans and schedules, one by one, got 3"),
+        ([SimpleNamespace(trace=TRACE)], {}, TypeError, "one by one, got namespace.*: take its trace$"),
+        ([[TRACE, TRACE]], {}, TypeError, r"one by one, got \[<simulated"),
+        ([TRACE, "gpipe"], {}, TypeError, r"make a schedule with pipelab.schedules\['gpipe'\]\(ranks=4"),
+        ([TRACE, pipelab.GPipe], {}, TypeError, r"got the class GPipe: make a schedule with GPipe\(ranks=4"),
+        ([TRACE], {"cost": Cost()}, CostError, "traces have their own times"),
+        ([Plan.parse(["0F0"])], {}, ScheduleError, "missing"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(subjects, options, error, told):
+    with pytest.raises(error, match=told):
+        compare(*subjects, **options)

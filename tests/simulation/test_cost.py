@@ -77,14 +77,11 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
-    whole = Cost(
-        forward=[8, 4], backward=16, input_grad=6, pair=24, all_reduce=5, latency=3, bandwidth=2,
-        activation_bytes=64, boundary_gradient_bytes=[8, 16], per="stage", unit="ms",
-    )  # fmt: skip
-    assert whole.shared(4) == Cost(
-        forward=[2, 1], backward=4, input_grad=1.5, pair=6, all_reduce=5, latency=3, bandwidth=2,
-        activation_bytes=16, boundary_gradient_bytes=[2, 4], per="stage", unit="ms",
-    )  # fmt: skip
+    same = {"all_reduce": 5, "latency": 3, "bandwidth": 2, "per": "stage", "unit": "ms"}
+    grow = {"backward": 16, "input_grad": 6, "pair": 24, "activation_bytes": 64}
+    whole = Cost(forward=[8, 4], boundary_gradient_bytes=[8, 16], **grow, **same)
+    quarters = {name: value / 4 for name, value in grow.items()}
+    assert whole.shared(4) == Cost(forward=[2, 1], boundary_gradient_bytes=[2, 4], **quarters, **same)
     assert whole.shared(1) == whole
     with pytest.raises(UsageError, match="microbatches=0"):
         whole.shared(0)
@@ -94,8 +91,17 @@ def test_an_all_reduce_costs_the_same_whether_it_is_listed_or_not():
     assert simulate(REPLICATED, Cost(all_reduce=5)).makespan == 8
     silent = Plan.parse(["0F0 0B0", "0F1 0B1"])
     assert simulate(silent, Cost(all_reduce=5)) == simulate(REPLICATED, Cost(all_reduce=5))
-    assert simulate(silent, Cost(all_reduce=5)).makespan == 8
     assert simulate(silent).makespan == 3
+
+
+def test_where_all_reduces_ran_is_fitted_too():
+    beside = Cost(all_reduce=[1, 7], all_reduce_runs="beside", per="stage")
+    trace = simulate(pipelab.replicate(pipelab.Interleaved1F1B(1, 2), 2), beside)
+    fitted = Cost.fit(trace)
+    assert fitted.all_reduce_runs == "beside"
+    assert simulate(trace.plan, fitted).makespan == trace.makespan
+    alone = simulate(trace.plan, dataclasses.replace(beside, all_reduce_runs="in-row"))
+    assert simulate(trace.plan, Cost.fit(alone)).makespan == alone.makespan > trace.makespan
 
 
 def test_a_comparison_says_that_stage_0_ran_as_pytorch_runs_it():
@@ -155,9 +161,6 @@ def test_a_pair_in_one_slot_takes_what_a_function_says_of_its_forward():
     plan = Plan([[pipelab.F(0), pipelab.F(1) & pipelab.B(0), pipelab.F(2) & pipelab.B(1), pipelab.B(2)]])
     trace = simulate(plan, Cost(forward=1, backward=2, pair=lambda m, s: 10 * m, per="stage"))
     assert trace.ends[0] == (1, 11, 11, 31, 31, 33)
-
-
-def test_a_pair_takes_what_a_function_says_in_queues_and_in_bounds_too():
     plan = pipelab.DualPipe(2, 4).plan()
     cost = Cost(forward=1, backward=2, pair=lambda m, s: 10 * (m + 1), per="stage")
     trace = simulate(plan, cost, order="by-time", transport="rank")
@@ -200,18 +203,15 @@ def test_transfers_are_fitted_from_a_trace_and_predict_it(plan, forward, sizes, 
     assert simulate(plan, Cost.fit(trace)).makespan == pytest.approx(trace.makespan)
 
 
-def test_what_split_backwards_cost_is_fitted_from_a_second_trace():
+def test_what_split_backwards_cost_is_fitted_from_a_second_trace_or_as_a_ratio():
     cost = Cost(forward=[1, 2], backward=4, input_grad=3, weight_grad=2, per="stage")
     whole, split = simulate(pipelab.GPipe(2, 4), cost), simulate(SPLIT, cost)
     fitted = Cost.fit(whole, split)
     assert (fitted.backward, fitted.input_grad, fitted.weight_grad) == ((4, 4), (3, 3), (2, 2))
     assert simulate(pipelab.ZBH1(2, 6), fitted) == simulate(pipelab.ZBH1(2, 6), cost)
-
-
-def test_what_split_backwards_cost_may_be_a_ratio_in_both_directions():
-    cost = Cost(forward=1, backward=4, input_grad=3, weight_grad=3, per="stage")
-    assert Cost.fit(simulate(pipelab.GPipe(2, 4), cost), split=1.5).weight_grad == (3, 3)
-    assert Cost.fit(simulate(SPLIT, cost), split=1.5).backward == (4, 4)
+    even = dataclasses.replace(cost, weight_grad=3)
+    assert Cost.fit(simulate(pipelab.GPipe(2, 4), even), split=1.5).weight_grad == (3, 3)
+    assert Cost.fit(simulate(SPLIT, even), split=1.5).backward == (4, 4)
 
 
 def test_a_second_trace_that_does_not_fit_is_refused():
@@ -312,11 +312,9 @@ def test_a_step_whose_actions_differ_is_warned_of_even_if_it_is_the_only_one():
 
 def test_steps_with_split_backwards_are_fitted_together_too():
     cost = Cost(forward=[1, 2], backward=4, input_grad=3, weight_grad=2, per="stage")
-    slow = Cost(forward=[9, 9], backward=9, input_grad=9, weight_grad=9, per="stage")
-    fitted = Cost.fit(
-        [simulate(pipelab.GPipe(2, 4), each) for each in (cost, slow, cost)],
-        [simulate(SPLIT, each) for each in (cost, slow, cost)],
-    )
+    slow = Cost(forward=9, backward=9, input_grad=9, weight_grad=9, per="stage")
+    steps = ([simulate(plan, each) for each in (cost, slow, cost)] for plan in (pipelab.GPipe(2, 4), SPLIT))
+    fitted = Cost.fit(*steps)
     assert (fitted.forward, fitted.backward, fitted.input_grad) == ((1, 2), (4, 4), (3, 3))
 
 
@@ -349,9 +347,6 @@ def test_merged_stages_send_what_their_outer_stages_sent():
 def test_stages_that_do_not_add_up_are_refused(stages):
     with pytest.raises(CostError, match="4 stages cannot be merged"):
         Cost(forward=[1, 2, 3, 4]).merged(stages)
-
-
-def test_costs_without_a_number_of_stages_cannot_be_merged():
     with pytest.raises(CostError, match="one number per stage"):
         Cost(forward=1).merged(2)
     with pytest.raises(CostError, match=r"cost.merged\(2\)"):

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from itertools import permutations, product
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import oracle
@@ -146,29 +146,23 @@ def test_the_optimum_of_slices_keeps_their_order_and_the_cap():
     assert (best.makespan, best.proven, best.trace.peak_activations) == (18, True, (2, 2))
     assert best.plan.after is not None
     assert oracle.legal(best.plan.rows, 2, 4, best.plan.place, schedule.after)
-    with pytest.raises(UsageError, match="no order was found"):
-        optimum(pipelab.Seq1F1B(2, 4, slices=4), memory_cap=3)
-
-
-def test_a_cap_that_no_order_keeps_is_refused_with_the_least_that_one_does():
-    with pytest.raises(UsageError, match=r"memory_cap=1 on rank 0.* 2 activations[\s\S]*at least 2"):
-        optimum(pipelab.Interleaved1F1B(3, 4), memory_cap=1)
     assert check(optimum(pipelab.Interleaved1F1B(3, 4), memory_cap=2, seconds=1).plan, memory_cap=2) == []
 
 
-@pytest.mark.parametrize("seconds", [0, -1, inf, float("nan"), "10", None])
-def test_seconds_that_are_no_positive_number_are_refused(seconds):
-    with pytest.raises(UsageError, match="seconds="):
-        optimum(pipelab.GPipe(2, 2), seconds=seconds)
-
-
-def test_other_bad_input_is_refused():
-    with pytest.raises(ScheduleError):
-        optimum(Plan.parse("0F0; 1B0"))
-    with pytest.raises(CostError, match="forwards must take time"):
-        optimum(pipelab.ZBH1(4, 8), Cost(forward=[0, 1, 1, 1], latency=0.5), memory_cap=3)
-    with pytest.raises(TypeError, match="expected a plan or a schedule"):
-        optimum("1f1b")
+@pytest.mark.parametrize(
+    ("plan", "options", "error", "told"),
+    [
+        *((pipelab.GPipe(2, 2), {"seconds": each}, UsageError, "seconds=") for each in (0, -1, inf, nan, "10", None)),
+        (Plan.parse("0F0; 1B0"), {}, ScheduleError, ""),
+        (pipelab.ZBH1(4, 8), {"cost": Cost(forward=[0, 1, 1, 1], latency=0.5)}, CostError, "forwards must take time"),
+        ("1f1b", {}, TypeError, "expected a plan or a schedule"),
+        (pipelab.Interleaved1F1B(3, 4), {"memory_cap": 1}, UsageError, r"rank 0.* 2 activations[\s\S]*at least 2"),
+        (pipelab.Seq1F1B(2, 4, slices=4), {}, UsageError, "no order was found"),
+    ],
+)
+def test_what_has_no_optimum_is_refused(plan, options, error, told):
+    with pytest.raises(error, match=told):
+        optimum(plan, **{"memory_cap": 3} | options)
 
 
 def test_without_or_tools_the_error_says_what_to_install():

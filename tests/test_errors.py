@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from strategies import written
 
 import pipelab
 from pipelab import B, F, Fault, Plan, ScheduleError, errors
@@ -35,22 +36,14 @@ def test_a_schedule_error_counts_its_faults_and_numbers_them():
     assert [line[:3] for line in lines if line[2:3] == "."] == [" 1.", " 2.", " 3."]
 
 
-def test_one_fault_is_not_called_faults():
-    assert str(ScheduleError([Fault("refused", None, None, None, "too small")], "GPipe")) == (
-        "1 fault in GPipe\n 1. refused: too small"
-    )
-
-
-def test_many_faults_alike_are_not_a_wall_of_text():
-    class Repeats(pipelab.Schedule):
-        def actions(self, rank):
-            return [F(0) for _ in range(self.microbatches)]
-
+def test_one_fault_is_not_called_faults_and_many_alike_are_not_a_wall_of_text():
+    one = ScheduleError([Fault("refused", None, None, None, "too small")], "GPipe")
+    assert str(one) == "1 fault in GPipe\n 1. refused: too small"
     with pytest.raises(ScheduleError) as refusal:
-        Repeats(ranks=4, microbatches=16).plan()
+        written(lambda *_: [F(0)] * 16)(ranks=4, microbatches=16).plan()
     assert len(refusal.value.faults) == 4 * 15 + 8
     text = str(refusal.value)
-    assert text.startswith("68 faults in Repeats(ranks=4, microbatches=16)")
+    assert text.startswith("68 faults in Mine(ranks=4, microbatches=16)")
     assert "… and 59 more like it: error.faults holds all" in text
     assert len(text.splitlines()) <= 20
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import repeat
 
 import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import OF_EACH, costs, legal_cases, sizes
+from strategies import OF_EACH, costs, legal_cases, sizes, written
 
 import pipelab
 from pipelab import B, Cost, F, I, Plan, R, ScheduleError, W, check, replicate, schedules, simulate
@@ -55,10 +56,6 @@ def test_microbatches_are_dealt_to_the_replicas_in_turn():
     ]
 
 
-def test_one_replica_is_the_pipeline_itself():
-    assert replicate(pipelab.OneFOneB(3, 5), 1).plan() == pipelab.OneFOneB(3, 5).plan()
-
-
 def test_replicas_of_replicas_are_replicas():
     twice = replicate(replicate(pipelab.OneFOneB(2, 3), 2), 3)
     assert repr(twice) == "replicate(replicate(OneFOneB(ranks=2, microbatches=3), 2), 3)"
@@ -68,10 +65,11 @@ def test_replicas_of_replicas_are_replicas():
     assert simulate(twice).ends == simulate(once).ends
 
 
-def test_a_plan_can_be_replicated_as_a_schedule_can():
+def test_a_plan_can_be_replicated_as_a_schedule_can_and_one_replica_is_the_pipeline_itself():
     plan = pipelab.GPipe(2, 3).plan()
     assert replicate(plan, 2).plan() == replicate(pipelab.GPipe(2, 3), 2).plan()
     assert repr(replicate(plan, 2)) == "replicate(GPipe(ranks=2, microbatches=3), 2)"
+    assert replicate(plan, 1).plan() == plan
 
 
 def test_pairs_split_backwards_and_listed_all_reduces_are_replicated_too():
@@ -201,30 +199,22 @@ def test_an_error_inside_the_pipelines_actions_is_told_with_its_line():
     assert fault.code == "exception"
     assert "yield B(self.nothing)" in fault.message
     assert fault.message.startswith("actions(0) raised AttributeError after 1 action, the last one F0: 'Raises'")
-
-
-def test_a_pipeline_that_never_stops_is_cut_off():
-    class Endless(Written):
-        def actions(self, rank):
-            while True:
-                yield F(0)
-
-    assert "endless" in [fault.code for fault in check(replicate(Endless(2, 1), 2))]
+    endless = written(lambda *_: repeat(F(0)))
+    assert "endless" in [fault.code for fault in check(replicate(endless(2, 1), 2))]
+    assert {fault.code for fault in check(replicate(Plan([[], []], 2, 1), 2))} == {"missing"}
 
 
 def test_a_pipeline_without_its_sizes_is_told_to_call_super():
-    class Sizeless(Written):
-        def __init__(self):
-            pass
-
+    sizeless = type("Sizeless", (Written,), {"__init__": lambda _: None})
     with pytest.raises(ScheduleError, match=r"call super\(\).__init__\(ranks, microbatches\) there, first"):
-        replicate(Sizeless(), 2)
+        replicate(sizeless(), 2)
 
 
 @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", None, True])
-def test_a_number_of_replicas_is_a_positive_whole_number(replicas):
+@pytest.mark.parametrize("make", [replicate, lambda plan, replicas: simulate(plan, replicas=replicas)])
+def test_a_number_of_replicas_is_a_positive_whole_number(make, replicas):
     with pytest.raises(UsageError, match="replicas="):
-        replicate(pipelab.GPipe(2, 2), replicas)
+        make(pipelab.GPipe(2, 2), replicas)
 
 
 @pytest.mark.parametrize("thing", [None, "1f1b", [[F(0), B(0)]], 3, pipelab.GPipe])
@@ -236,10 +226,6 @@ def test_only_a_schedule_or_a_plan_can_be_replicated(thing):
 def test_a_memory_cap_is_checked_on_every_replica():
     both = replicate(pipelab.GPipe(2, 3), 2)
     assert [(fault.rank, fault.action) for fault in check(both, memory_cap=[3, 3, 3, 2])] == [(3, F(5, 1))]
-
-
-def test_an_empty_plan_cannot_be_replicated_but_its_faults_are_told():
-    assert {fault.code for fault in check(replicate(Plan([[], []], 2, 1), 2))} == {"missing"}
 
 
 # Simulated without laying out each replica
@@ -282,9 +268,3 @@ def test_sixty_four_replicas_take_one_pipelines_time_and_an_all_reduce_of_each_s
     assert sum(item.kind == "R" for row in trace.plan.rows for item in row) == schedule.stages == 16
     assert trace.makespan == simulate(schedule).makespan + 16  # a rank's four all-reduces, 16 / 4 each
     assert "1 of 64 replicas" in trace.name
-
-
-@pytest.mark.parametrize("replicas", [0, -1, 1.5, "2", None])
-def test_a_simulated_number_of_replicas_is_a_positive_whole_number(replicas):
-    with pytest.raises(UsageError, match="replicas="):
-        simulate(pipelab.GPipe(2, 2), replicas=replicas)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import textwrap
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import written
 
 import pipelab
 from pipelab import B, F, ScheduleError, check, simulate
@@ -77,237 +79,85 @@ def test_an_error_inside_actions_is_told_with_the_students_file_and_line(tmp_pat
     assert isinstance(refusal.value.__cause__, IndexError)
 
 
-def test_a_forgotten_yield_and_a_forgotten_rank_are_told_at_the_students_function(tmp_path):
-    for number, (text, words) in enumerate(
+@pytest.mark.parametrize(
+    ("base", "lines", "words", "line"),
+    [
+        ("Schedule", "def actions(self, rank):\n  F(0)", "did you mean to yield the actions", "def actions"),
+        ("Schedule", "def actions(self, rank):\n  return 3", "returned 3, which is not a sequence", "def actions"),
+        ("Schedule", "def actions(self, rank):\n  return 'F0'", "'F0', which is not a sequence", "def actions"),
+        ("Schedule", "def actions(self, rank):\n  return helper()", "RuntimeError: not yet", 'raise RuntimeError("not'),
+        ("Schedule", "def actions(self, rank):\n  yield B(0) & F(0)", "FormatError", "yield B(0) & F(0)"),
+        ("Schedule", "def actions(self, rank):\n  yield random.choice([])", "IndexError", "yield random.choice([])"),
         (
-            ("def actions(self, rank):\n                F(0)", "did you mean to yield the actions"),
-            (
-                "def actions(self, rank):\n                return 'F0 B0'",
-                "'F0 B0', which is not a sequence of actions",
-            ),
-            (
-                "def actions(self):\n                yield F(0)",
-                "pipelab calls actions(self, rank), but it is written Mine.actions(self)",
-            ),
-        )
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        mine, path = imported(
-            folder,
-            f"""
-        class Mine(pipelab.Schedule):
-            {text}
-        """,
-        )
-        (fault,) = check(mine(ranks=2, microbatches=1))
-        assert words in fault.message
-        assert f"at {path}, line 6, in actions: def actions" in fault.message
-
-
-def test_an_error_inside_a_helper_of_the_student_is_told_where_it_was_raised(tmp_path):
-    mine, path = imported(
-        tmp_path,
-        """
-        def helper(rank):
-            raise RuntimeError("not yet written")
-
-        class Mine(pipelab.Schedule):
-            def actions(self, rank):
-                return helper(rank)
-        """,
-    )
-    fault = the_fault(mine(1, 1))
-    assert fault.message == (
-        "actions(0) raised RuntimeError: not yet written\n"
-        f'  at {path}, line 6, in helper: raise RuntimeError("not yet written")'
-    )
-
-
-def test_a_mistake_in_calling_pipelab_is_told_at_the_students_line(tmp_path):
-    mine, path = imported(
-        tmp_path,
-        """
-        class Mine(pipelab.Schedule):
-            def actions(self, rank):
-                yield B(0) & F(0)
-        """,
-    )
-    fault = the_fault(mine(1, 1))
-    assert "FormatError" in fault.message
-    assert f"at {path}, line 7, in actions: yield B(0) & F(0)" in fault.message
-
-
-def test_a_mistake_in_calling_a_library_is_told_at_the_students_line(tmp_path):
-    mine, path = imported(
-        tmp_path,
-        """
-        import random
-
-        class Mine(pipelab.Schedule):
-            def actions(self, rank):
-                yield random.choice([])
-        """,
-    )
-    assert f"at {path}, line 9, in actions: yield random.choice([])" in the_fault(mine(1, 1)).message
-
-
-def test_actions_that_return_nothing_are_told_to_yield():
-    class Forgot(pipelab.Schedule):
-        def actions(self, rank):
-            [F(0), B(0)]  # the mistake itself
-
-    fault = the_fault(Forgot(1, 1))
+            "Schedule",
+            "def actions(self, rank):\n  if rank == 0:\n    return [F(0), B(0)]\n  yield from (F(0), B(0))",
+            "returned [F0, B0]",
+            "def actions",
+        ),
+        (
+            "GPipe",
+            "def place(self, microbatch, stage):\n  return [0][stage]",
+            "place(microbatch, stage) raised IndexError: list index out of range",
+            "return [0][stage]",
+        ),
+        ("GPipe", "def stages(self):\n  return self.ranks", "stages is a method, not a number", "def stages(self):"),
+        ("GPipe", "@property\ndef stages(self):\n  return 2.0", "stages=2.0: expected a whole number", ""),
+        ("GPipe", "@property\ndef stages(self):\n  return 1 // 0", "ZeroDivisionError", "return 1 // 0"),
+        ("GPipe", "@classmethod\ndef refusal(cls, r, m):\n  return r > 1", "refusal(2, 1) returned True", ""),
+        (
+            "GPipe",
+            "@classmethod\ndef refusal(cls, r, m):\n  return r % 0",
+            "refusal(2, 1) raised ZeroDiv",
+            "return r % 0",
+        ),
+    ],
+)
+def test_a_mistake_in_a_students_class_is_told_once_at_its_line(tmp_path, base, lines, words, line):
+    helper = 'import random\n\ndef helper():\n    raise RuntimeError("not yet")\n\n'
+    body = textwrap.indent(lines, "    ")
+    mine, path = imported(tmp_path, f"{helper}class Mine(pipelab.{base}):\n{body}\n")
+    fault = the_fault(mine(2, 1))
     assert fault.code == "exception"
-    assert "returned None, which is not a sequence of actions: did you mean to yield the actions" in fault.message
-
-
-def test_actions_that_return_a_number_are_told():
-    class Three(pipelab.Schedule):
-        def actions(self, rank):
-            return 3
-
-    assert "returned 3, which is not a sequence of actions" in the_fault(Three(1, 1)).message
+    assert words in fault.message
+    at = fault.message.partition(f"\n  at {path}, line ")[2]
+    assert at
+    assert line in at
 
 
 def test_actions_that_never_end_are_cut_off():
-    class Forever(pipelab.Schedule):
-        def actions(self, rank):
-            while True:
-                yield F(0)
-
-    faults = check(Forever(ranks=2, microbatches=3))
-    assert [(fault.code, fault.rank) for fault in faults if fault.code == "endless"] == [("endless", 0), ("endless", 1)]
+    faults = check(written(lambda *_: itertools.repeat(F(0)))(ranks=2, microbatches=3))
+    assert [fault.rank for fault in faults if fault.code == "endless"] == [0, 1]
     assert {fault.code for fault in faults} == {"endless", "missing"}
 
 
-def test_an_error_inside_place_is_told_once_with_the_students_line(tmp_path):
-    mine, path = imported(
-        tmp_path,
-        """
-        class Mine(pipelab.GPipe):
-            def place(self, microbatch, stage):
-                return [0][stage]
-        """,
-    )
-    fault = the_fault(mine(2, 2))
-    assert fault.code == "exception"
-    assert fault.message == (
-        "place(microbatch, stage) raised IndexError: list index out of range\n"
-        f"  at {path}, line 7, in place: return [0][stage]"
-    )
-
-
-def test_a_return_beside_a_yield_is_told_as_lost():
-    class Mine(pipelab.Schedule):
-        def actions(self, rank):
-            if rank == 0:
-                return [F(0), B(0)]
-            yield from (F(0), B(0))
-
-    message = the_fault(Mine(2, 1)).message
-    assert "returned [F0, B0]" in message
-    assert "yield from" in message
-    assert f"{__file__}, line {Mine.actions.__code__.co_firstlineno}" in message
-
-
-WRONG_SIGNATURES = [
-    ("def place(self, stage)", "place(self, microbatch, stage)"),
-    ("def place(microbatch, stage)", "place(self, microbatch, stage)"),
-    ("def place(self)", "place(self, microbatch, stage)"),
-    ("def place(self, microbatch, stage, rank)", "place(self, microbatch, stage)"),
-    ("def actions(self)", "actions(self, rank)"),
-    ("def actions(self, rank, m)", "actions(self, rank)"),
-    ("def refusal(self, ranks)", "refusal(self, ranks, microbatches)"),
-]
-
-
-@pytest.mark.parametrize(("written", "expected"), WRONG_SIGNATURES)
-def test_a_method_with_other_parameters_is_told_at_the_students_line(tmp_path, written, expected):
-    mine, path = imported(
-        tmp_path,
-        f"""
-        class Mine(pipelab.GPipe):
-            {written}:
-                return 0
-        """,
-    )
-    fault = the_fault(mine(2, 2))
+@pytest.mark.parametrize(
+    ("base", "written", "expected"),
+    [
+        ("GPipe", "def place(self, stage)", "place(self, microbatch, stage)"),
+        ("GPipe", "def place(microbatch, stage)", "place(self, microbatch, stage)"),
+        ("GPipe", "def place(self)", "place(self, microbatch, stage)"),
+        ("GPipe", "def place(self, microbatch, stage, rank)", "place(self, microbatch, stage)"),
+        ("Schedule", "def actions(self)", "actions(self, rank)"),
+        ("GPipe", "def actions(self, rank, m)", "actions(self, rank)"),
+        ("GPipe", "def refusal(self, ranks)", "refusal(self, ranks, microbatches)"),
+    ],
+)
+def test_a_method_with_other_parameters_is_told_at_the_students_line(tmp_path, base, written, expected):
+    mine, path = imported(tmp_path, f"class Mine(pipelab.{base}):\n    {written}:\n        return 0\n")
     name = expected.partition("(")[0]
-    assert str(fault) == (
+    assert str(the_fault(mine(2, 2))) == (
         f"exception: pipelab calls {expected}, but it is written {written.replace('def ', 'Mine.')}\n"
-        f"  at {path}, line 6, in {name}: {written}:\n"
+        f"  at {path}, line 5, in {name}: {written}:\n"
         f"  try: write def {expected}"
     )
 
 
 def test_a_place_with_other_parameters_hides_no_other_reason_and_makes_up_none():
-    class Mine(pipelab.Schedule):
-        stages_per_rank = 2
-
-        def place(self, stage):
-            return stage % self.ranks
-
-        def actions(self, rank):
-            yield from (F(0), "F0")
-
-    assert [fault.code for fault in check(Mine(2, 2))] == ["exception", "not-an-action", "not-an-action"]
-
-
-def test_what_stands_where_a_method_should_is_told():
-    class Mine(pipelab.GPipe):
-        place = (0, 1)
-
-    assert the_fault(Mine(2, 2)).message == "place is (0, 1), not a method"
-
-
-def test_stages_without_property_are_told_to_be_one(tmp_path):
-    mine, path = imported(
-        tmp_path,
-        """
-        class Mine(pipelab.GPipe):
-            def stages(self):
-                return self.ranks
-        """,
-    )
-    fault = the_fault(mine(2, 2))
-    assert fault.message == f"stages is a method, not a number\n  at {path}, line 6, in stages: def stages(self):"
-    assert fault.hint == "write @property above def stages(self)"
-
-
-@pytest.mark.parametrize(
-    ("body", "words"), [("2.0", "stages=2.0: expected a whole number"), ("1 // 0", "ZeroDivisionError")]
-)
-def test_a_wrong_number_of_stages_is_told_at_the_students_line(tmp_path, body, words):
-    mine, path = imported(
-        tmp_path,
-        f"""
-        class Mine(pipelab.GPipe):
-            @property
-            def stages(self):
-                return {body}
-        """,
-    )
-    fault = the_fault(mine(2, 2))
-    assert words in fault.message
-    assert f"at {path}, line " in fault.message
-
-
-@pytest.mark.parametrize(("body", "words"), [("ranks > 1", "returned True"), ("ranks % 0", "raised ZeroDivisionError")])
-def test_a_refusal_that_is_no_reason_is_told_at_the_students_line(tmp_path, body, words):
-    mine, path = imported(
-        tmp_path,
-        f"""
-        class Mine(pipelab.GPipe):
-            @classmethod
-            def refusal(cls, ranks, microbatches):
-                return {body}
-        """,
-    )
-    fault = the_fault(mine(2, 2))
-    assert fault.code == "exception"
-    assert f"refusal(2, 2) {words}" in fault.message
-    assert f"at {path}, line " in fault.message
+    place = {"place": lambda self, stage: stage % self.ranks}
+    mine = written(lambda *_: (F(0), "F0"), stages_per_rank=2, **place)
+    assert [fault.code for fault in check(mine(2, 2))] == ["exception", "not-an-action", "not-an-action"]
+    mine = type("Mine", (pipelab.GPipe,), {"place": (0, 1)})
+    assert the_fault(mine(2, 2)).message == "place is (0, 1), not a method"
 
 
 def test_sizes_that_an_init_forgets_are_told_at_that_init():
@@ -332,23 +182,14 @@ def test_sizes_that_an_init_forgets_are_told_at_that_init():
     ],
 )
 def test_what_actions_should_not_return_is_told_with_what_they_should(returned, words):
-    class Mine(pipelab.Schedule):
-        def actions(self, rank):
-            return returned
-
-    fault = the_fault(Mine(2, 1))
-    assert words in fault.message
-    assert " at 0x" not in fault.message
-    assert f"{__file__}, line {Mine.actions.__code__.co_firstlineno}" in fault.message
+    message = the_fault(written(lambda *_: returned)(2, 1)).message
+    assert words in message
+    assert " at 0x" not in message
 
 
 @pytest.mark.parametrize("nonsense", [None, "0", -1, 2, 0.0, True, [0], {}, float("nan")])
 def test_a_place_that_is_no_rank_is_told_once(nonsense):
-    class Lost(pipelab.GPipe):
-        def place(self, microbatch, stage):
-            return nonsense
-
-    fault = the_fault(Lost(2, 2))
+    fault = the_fault(type("Lost", (pipelab.GPipe,), {"place": lambda *_: nonsense})(2, 2))
     assert fault.code == "out-of-range"
     assert fault.message == (
         f"place(0, 0) returns {nonsense!r}, and 3 more like it; there are 2 ranks, numbered 0 to 1"
@@ -356,11 +197,9 @@ def test_a_place_that_is_no_rank_is_told_once(nonsense):
 
 
 def test_a_place_that_is_wrong_once_is_told_where():
-    class Lost(pipelab.GPipe):
-        def place(self, microbatch, stage):
-            return 9 if (microbatch, stage) == (1, 0) else stage
-
-    assert the_fault(Lost(2, 2)).message == "place(1, 0) returns 9; there are 2 ranks, numbered 0 to 1"
+    place = {"place": lambda _, microbatch, stage: 9 if (microbatch, stage) == (1, 0) else stage}
+    fault = the_fault(type("Lost", (pipelab.GPipe,), place)(2, 2))
+    assert fault.message == "place(1, 0) returns 9; there are 2 ranks, numbered 0 to 1"
 
 
 def test_a_refused_size_is_told_with_its_reason():
@@ -417,10 +256,12 @@ def test_an_action_without_a_stage_gets_the_only_stage_of_its_micro_batch():
     assert plan.replicas == {0: (0, 1), 1: (0, 1)}
 
 
-def test_a_schedule_shows_its_name_and_sizes():
+def test_a_schedule_shows_its_name_and_sizes_and_a_faulty_one_can_be_drafted():
     assert repr(Interleaved(2, 3)) == "Interleaved(ranks=2, microbatches=3, stages_per_rank=2)"
-    assert repr(pipelab.GPipe(2, 3)) == "GPipe(ranks=2, microbatches=3)"
-    assert pipelab.GPipe(2, 3).plan().name == "GPipe(ranks=2, microbatches=3)"
+    assert repr(pipelab.GPipe(2, 3)) == pipelab.GPipe(2, 3).plan().name == "GPipe(ranks=2, microbatches=3)"
+    assert written(lambda *_: [F(0), "B0"])(1, 1).draft().rows == ((F(0, 0), "B0"),)
+    with pytest.raises(TypeError, match="abstract"):
+        type("Empty", (pipelab.Schedule,), {})(2, 2)
 
 
 class Lagged(pipelab.GPipe):
@@ -458,22 +299,6 @@ def test_a_notebook_shows_what_a_plan_holds_as_text():
     assert "&#x27;&lt;b&gt;&#x27;" in shown
     assert "<i>" not in shown
     assert "… 800 more …" in shown
-
-
-def test_a_schedule_without_actions_cannot_be_made():
-    class Empty(pipelab.Schedule):
-        pass
-
-    with pytest.raises(TypeError, match="abstract"):
-        Empty(2, 2)
-
-
-def test_a_faulty_schedule_can_be_drafted_and_looked_at():
-    class NoBackward(pipelab.Schedule):
-        def actions(self, rank):
-            return [F(0), "B0"]
-
-    assert NoBackward(1, 1).draft().rows == ((F(0, 0), "B0"),)
 
 
 def test_a_class_says_how_many_stages_its_ranks_hold_and_a_caller_may_say_otherwise():

@@ -617,6 +617,7 @@ def test_finding_and_playing(opened, trace):
     tab.keyboard.press("Escape")
     tab.locator("#moment").fill("0")
     assert tab.locator("#now").inner_text().startswith("t = 0: rank 0 begins 0F0; rank 1 is idle, waiting for 0F0")
+    tab.locator("#play").focus()
     tab.keyboard.press("t")
     wait_until(tab, "document.querySelectorAll('#actions tr').length === 65")
 

@@ -160,7 +160,7 @@ def test_a_comparison_has_a_column_for_the_bound_only_if_asked():
         ((simulate(pipelab.GPipe(2, 2)), Cost()), None, CostError, "own times"),
         ((pipelab.GPipe(2, 2), 3), None, TypeError, "expected a Cost"),
         ((pipelab.GPipe(2, 2),), [1], UsageError, "memory_cap has 1 number for 2 ranks"),
-        ((Plan([[F(0)]]),), None, ScheduleError, ""),
+        ((Plan([[F(0)]]),), None, ScheduleError, "missing"),
     ],
 )
 def test_what_is_no_subject_or_cap_is_refused(given_, cap, error, told):

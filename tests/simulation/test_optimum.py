@@ -153,7 +153,7 @@ def test_the_optimum_of_slices_keeps_their_order_and_the_cap():
     ("plan", "options", "error", "told"),
     [
         *((pipelab.GPipe(2, 2), {"seconds": each}, UsageError, "seconds=") for each in (0, -1, inf, nan, "10", None)),
-        (Plan.parse("0F0; 1B0"), {}, ScheduleError, ""),
+        (Plan.parse("0F0; 1B0"), {}, ScheduleError, "missing"),
         (pipelab.ZBH1(4, 8), {"cost": Cost(forward=[0, 1, 1, 1], latency=0.5)}, CostError, "forwards must take time"),
         ("1f1b", {}, TypeError, "expected a plan or a schedule"),
         (pipelab.Interleaved1F1B(3, 4), {"memory_cap": 1}, UsageError, r"rank 0.* 2 activations[\s\S]*at least 2"),

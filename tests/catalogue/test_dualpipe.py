@@ -121,20 +121,6 @@ def test_every_rank_holds_one_activation_more_than_there_are_ranks(schedule, pai
     assert simulate(schedule, Cost(pair=pair)).peak_activations == (schedule.ranks + 1,) * schedule.ranks
 
 
-@given(dualpipes())
-def test_every_rank_holds_two_stages(schedule):
-    held = [
-        [stage for stage, ranks in schedule.plan().replicas.items() if rank in ranks] for rank in range(schedule.ranks)
-    ]
-    assert all(len(stages) == 2 for stages in held)
-
-
-def test_overlap_beats_1f1b_by_more_than_its_all_reduces_cost():
-    alone = simulate(pipelab.OneFOneB(8, 20))
-    both_ways = simulate(DualPipe(8, 20), Cost(pair=2, all_reduce=3))
-    assert both_ways.makespan < alone.makespan
-
-
 # All-reduces
 
 

@@ -795,7 +795,8 @@ def test_a_page_of_16384_actions_opens_and_zooms_to_single_actions(opened):
     tab.locator("#timelines .bar").first.wait_for(state="attached")
     assert tab.locator("#timelines .label").first.text_content()[0] in "FB"
     tab.locator("#timelines svg").click(position={"x": 600, "y": 10})
-    (event,) = (event for event in trace.events if str(event.action) == title(tab))
+    name = title(tab)
+    (event,) = (event for event in trace.events if str(event.action) == name)
     assert panel(tab)["when"].startswith(f"{event.start:,.0f} to {event.end:,.0f}")
 
 

@@ -239,20 +239,29 @@ def test_a_replay_with_its_own_times_is_the_trace(plan, cost):
     assert order.path(order.times).length == trace.makespan
 
 
-def test_what_cannot_be_compared_is_refused_with_the_reason():
-    one, other = pipelab.simulate(pipelab.OneFOneB(2, 2)), pipelab.simulate(pipelab.ZBH1(2, 2))
-    with pytest.raises(pipelab.UsageError, match=r"other actions \(\d+ differ, such as \dB\d, only in the first\)"):
-        pipelab.diff(one, other)
-    with pytest.raises(pipelab.UsageError, match="2 stages x 2 micro-batches and 2 stages x 3 micro-batches"):
-        pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 3)))
-    with pytest.raises(pipelab.UsageError, match="different units"):
-        pipelab.diff(one, pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")))
-    with pytest.raises(TypeError, match="simulate schedules and plans first"):
-        pipelab.diff(pipelab.OneFOneB(2, 2), one)
-    with pytest.raises(pipelab.UsageError, match="1 names for 2 traces"):
-        pipelab.diff(one, one, names=["one"])
+ONE = pipelab.simulate(pipelab.OneFOneB(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("other", "names", "error", "told"),
+    [
+        (
+            pipelab.simulate(pipelab.ZBH1(2, 2)),
+            None,
+            pipelab.UsageError,
+            r"\(\d+ differ, such as \dB\d, only in",
+        ),
+        (pipelab.simulate(pipelab.OneFOneB(2, 3)), None, pipelab.UsageError, "2 micro-batches and 2 stages x 3 micro"),
+        (pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")), None, pipelab.UsageError, "different units"),
+        (pipelab.OneFOneB(2, 2), None, TypeError, "simulate schedules and plans first"),
+        (ONE, ["one"], pipelab.UsageError, "1 names for 2 traces"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_reason(other, names, error, told):
+    with pytest.raises(error, match=told):
+        pipelab.diff(ONE, other, names=names)
     with pytest.raises(pipelab.UsageError, match="rank, stage, kind or microbatch"):
-        pipelab.diff(one, one).by("colour")
+        pipelab.diff(ONE, ONE).by("colour")
 
 
 def test_the_table_has_every_action_the_largest_effect_first(tmp_path):

@@ -248,21 +248,16 @@ def work_of(subject: Subject, cost: Cost | None = None, memory: Memory | None = 
 
 def _timed(subject: Subject, cost: Cost | None) -> tuple[Plan, list[float], list[float], dict[int, float]]:
     """Return the legal plan, how long its actions and values take, and its overlapped pairs in one slot."""
-    paired: dict[int, float] = {}
-    if isinstance(subject, Trace):
-        if cost is not None:
-            raise CostError("lower_bound got a cost, but a trace has its own times: give it the trace's plan instead")
-        plan, (lasts, delays, paired) = subject.plan, _times_of(subject)
-    else:
+    if not isinstance(subject, Trace):
         cost = as_cost(cost)
         plan = as_plan(subject).reducing(beside=False)
         require_legal(plan)
         plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
-        lasts, delays = cost.lengths(plan)
-        if plan.bound.pairs and (each := cost.pair_times(plan)) is not None:
-            paired = {code: each[plan.bound.codes.slot[code]] for code in plan.bound.pairs}
-    require_legal(plan)
-    return plan, lasts, delays, paired
+        return plan, *cost.lengths(plan), cost.pair_times(plan)
+    if cost is not None:
+        raise CostError("lower_bound got a cost, but a trace has its own times: give it the trace's plan instead")
+    require_legal(subject.plan)
+    return subject.plan, *_times_of(subject)
 
 
 def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]:

@@ -12,7 +12,7 @@ from pipelab.plan.actions import HALVES
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ScheduleError
-from pipelab.plan.order import NOTHING, Link, Network, network_of, traverse
+from pipelab.plan.order import NOTHING, Link, Network, Traversal, network_of, traverse
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport, require_words
 from pipelab.simulation.cost import Cost, as_cost
@@ -77,25 +77,23 @@ def simulate(
             keeps to that; if `order` or `transport` is none of the words.
         TypeError: if `cost` is not a `Cost`.
     """
-    plan = as_plan(plan).reducing(beside=False)
+    plan, cost = as_plan(plan).reducing(beside=False), as_cost(cost)
     if require_size("replicas", replicas) > 1:
         plan = first_replica(plan, f"{plan.name}, 1 of {replicas} replicas")
-    cost = as_cost(cost)
     require_words(order, transport)
     sends = None if max_outstanding_sends is None else require_size("max_outstanding_sends", max_outstanding_sends)
-    walked = require_legal(plan).order
+    walk = require_legal(plan)
     plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
-    bound = plan.bound
-    paired = cost.pair_times(plan) if bound.pairs else None
-    if paired is not None:
-        walked = _walked_by_slots(plan)
+    if paired := cost.pair_times(plan):
+        walk = _by_slots(plan)
     if transport != "buffered" or sends is not None:
         _refuse_queues(plan, cost)
         return on_the_wire(plan, cost, paired, order, transport, sends)
+    bound, (lasts, delay) = plan.bound, cost.lengths(plan)
     if bound.moves or cost.sender == "busy":
-        begun, ended, delay = _by_network(plan, bound, cost, paired)
+        begun, ended = _by_network(bound, lasts, delay, paired, busy=cost.sender == "busy")
     else:
-        begun, ended, delay = _clock(plan, bound, walked, cost, paired)
+        begun, ended = _clock(bound, walk.order, lasts, delay, paired)
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],
@@ -108,13 +106,13 @@ def simulate(
     )
 
 
-def _walked_by_slots(plan: Plan) -> list[int]:
-    """Return the codes of a legal plan in an order in which both halves of a pair may start together."""
+def _by_slots(plan: Plan) -> Traversal:
+    """Return a walk through a legal plan in which both halves of a pair may start together."""
     walk = traverse(plan.bound, atomic_pairs=True)
     if walk.stuck:
         faults = [with_excerpt(plan, fault) for fault in deadlocks(plan.bound, walk, atomic_pairs=True)]
         raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
-    return walk.order
+    return walk
 
 
 def _refuse_queues(plan: Plan, cost: Cost) -> None:
@@ -142,15 +140,14 @@ def first_replica(plan: Plan, name: str = "") -> Plan:
 
 
 def _clock(
-    plan: Plan, bound: BoundPlan, order: list[int], cost: Cost, paired: list[float] | None
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the start and end of every code, and the travel time of every value."""
+    bound: BoundPlan, order: list[int], lasts: list[float], delay: list[float], paired: dict[int, float]
+) -> tuple[list[float], list[float]]:
+    """Return the start and end of every code."""
     codes, rank_of = bound.codes, bound.rank_of
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
-    lasts, delay = cost.lengths(plan)
     first_lag, second_lag = _lags(bound, delay)
 
-    needs_more = codes.more_needs.keys() | (set() if paired is None else bound.pairs)
+    needs_more = codes.more_needs.keys() | paired.keys()
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
     free = [0.0] * len(bound.rows)  # by rank
     begun = [0.0] * len(lasts)
@@ -186,31 +183,30 @@ def _clock(
             if needs_more and code in needs_more:
                 start = max(start, arrived(code))
                 end = start + lasts[code]
-                if paired is not None and code in bound.pairs:
+                if code in paired:
                     start = max(start, arrived(order[at + 1]))
-                    end = start + paired[codes.slot[code]]
+                    end = start + paired[code]
                     slot_of[order[at + 1]] = start
         ready[gives[code]] = end
         begun[code] = start
         ended[code] = end
         free[rank] = end
-    return begun, ended, delay
+    return begun, ended
 
 
 def _by_network(
-    plan: Plan, bound: BoundPlan, cost: Cost, paired: list[float] | None
-) -> tuple[list[float], list[float], list[float]]:
-    """Return the start and end of every code and move, and the travel time of every value: slower than `_clock`."""
-    lasts, delay = cost.lengths(plan)
-    jobs, network = network_of(bound, () if paired is None else bound.pairs)
-    times = [lasts[slot[0]] if len(slot) == 1 else (paired or [])[bound.codes.slot[slot[0]]] for _, slot in jobs]
-    if cost.sender == "busy":
+    bound: BoundPlan, lasts: list[float], delay: list[float], paired: dict[int, float], *, busy: bool
+) -> tuple[list[float], list[float]]:
+    """Return the start and end of every code and move: slower than `_clock`."""
+    jobs, network = network_of(bound, paired)
+    times = [paired.get(slot[0], lasts[slot[0]]) for _, slot in jobs]
+    if busy:
         network = _held_until_sent(network)
     begun, ended = [0.0] * len(lasts), [0.0] * len(lasts)
     for (_, slot), start, last in zip(jobs, network.starts(times, bound.codes.by_need(delay)), times, strict=True):
         for code in slot:
             begun[code], ended[code] = start, start + last
-    return begun, ended, delay
+    return begun, ended
 
 
 def _held_until_sent(network: Network) -> Network:

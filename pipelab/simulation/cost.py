@@ -417,11 +417,12 @@ class Cost:
             | {"out": outputs, "gin": gradients}
         )
 
-    def pair_times(self, plan: Plan) -> list[float] | None:
-        """Return the time of an overlapped pair, by the slot of its forward; `None` if it is not one slot."""
-        if self.pair is None:
-            return None
-        return plan.bound.codes.by_slot(self._each("pair", plan, self._share(plan)))
+    def pair_times(self, plan: Plan) -> dict[int, float]:
+        """Return the time of each overlapped pair, by the code of its forward; nothing if pairs are not one slot."""
+        if self.pair is None or not plan.bound.pairs:
+            return {}
+        times = plan.bound.codes.by_slot(self._each("pair", plan, self._share(plan)))
+        return {code: times[plan.bound.codes.slot[code]] for code in plan.bound.pairs}
 
     def _share(self, plan: Plan) -> float:
         """Return the fraction of a single number that one stage takes."""

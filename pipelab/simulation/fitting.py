@@ -117,7 +117,7 @@ def spread(traces: Sequence[Trace], cost: Cost) -> tuple[float, ...]:
         lasts, delays = cost.lengths(trace.plan)
         lags = bound.codes.by_need(delays)
         times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), lags)
-        pairs = cost.pair_times(trace.plan) or []
+        pairs = cost.pair_times(trace.plan)
         for pair in (turn for turn in order.turns if pairs and len(turn) == 2):
             for half in pair:
                 times.durations[half] = pairs[codes[pair[0]]] / 2

@@ -202,7 +202,7 @@ def lower(
 
 
 def on_the_wire(
-    plan: Plan, cost: Cost, paired: list[float] | None, order: Order, transport: Transport, sends: int | None = None
+    plan: Plan, cost: Cost, paired: dict[int, float], order: Order, transport: Transport, sends: int | None = None
 ) -> Trace:
     """Return the trace of a legal plan whose transfers wait for each other, with at most so many sends under way."""
     _refuse(plan, "by-time", transport)
@@ -210,7 +210,7 @@ def on_the_wire(
     low = _lowering(plan, cost, order, transport)
     if sends is not None:
         low = lowered(bound, low.order, low.by_time, Runtime(True, lookaheads("full", plan.ranks), sends))  # noqa: FBT003
-    wire = Wire(low, transport, atomic_pairs=paired is not None)
+    wire = Wire(low, transport, atomic_pairs=bool(paired))
     if wire.stuck:
         _refuse(plan, order, transport)
     _, starts, ended = _times(wire, plan, cost, paired)
@@ -238,14 +238,13 @@ def on_the_wire(
 
 
 def _times(
-    wire: Wire, plan: Plan, cost: Cost, paired: list[float] | None = None
+    wire: Wire, plan: Plan, cost: Cost, paired: dict[int, float] | None = None
 ) -> tuple[list[float], list[float], list[float]]:
     """Return, for each job of a plan on the wire, how long it lasts, when it starts, and when it ends."""
-    codes, (lasts, delay) = plan.bound.codes, cost.lengths(plan)
-    if paired is not None:
-        for code in plan.bound.pairs:
-            lasts[code] = paired[codes.slot[code]]
-    lasts += delay[: codes.always]
+    lasts, delay = cost.lengths(plan)
+    for code, time in (paired or {}).items():
+        lasts[code] = time
+    lasts += delay[: plan.bound.codes.always]
     starts = wire.network.starts(lasts)
     return lasts, starts, [start + length for start, length in zip(starts, lasts, strict=True)]
 

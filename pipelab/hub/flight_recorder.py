@@ -16,7 +16,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,31 +115,33 @@ def _records(path: Path) -> tuple[int, list[_Record]]:
     """Return the rank that wrote a file, and its sends and receives from the oldest to the newest."""
     try:
         text = path.read_bytes()
-        entries = (json.loads(text) if text.lstrip()[:1] == b"{" else _Plain.read(text))["entries"]
-        done = {each["p2p_seq_id"]: each["state"] for each in entries if each["profiling_name"].endswith("coalesced")}
-        found: dict[Any, tuple[int, _Record]] = {}
-        for entry in entries:
-            match = _P2P.fullmatch(entry["profiling_name"])
-            if match and entry.get("input_dtypes") not in _SIZES_OF_OBJECTS:
-                sequence = entry["p2p_seq_id"]
-                key = sequence if sequence in done else ("alone", entry["record_id"])
-                record = _Record(match[1].upper(), int(match[3]), done.get(sequence, entry["state"]), sequence)
-                found.setdefault(key, (int(match[2]), record))
+        data = json.loads(text) if text.lstrip()[:1] == b"{" else _Plain(io.BytesIO(text)).load()
+        found = _transfers(data["entries"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise FormatError(f"{path} is no file of PyTorch's Flight Recorder: {type(error).__name__}: {error}") from None
-    own = {rank for rank, _ in found.values()}
+    own = {rank for rank, _ in found}
     digits = re.findall(r"\d+", path.stem)
     if len(own) > 1 or not (own or digits):
         raise FormatError(f"{path}: {'several ranks' if own else 'no rank'} in it, and none in its name")
-    return own.pop() if own else int(digits[-1]), [record for _, record in found.values()]
+    return own.pop() if own else int(digits[-1]), [record for _, record in found]
+
+
+def _transfers(entries: Any) -> Collection[tuple[int, _Record]]:
+    """Return a file's sends and receives, each with its rank; those that were coalesced have one state."""
+    done = {each["p2p_seq_id"]: each["state"] for each in entries if each["profiling_name"].endswith("coalesced")}
+    found: dict[Any, tuple[int, _Record]] = {}
+    for entry in entries:
+        match = _P2P.fullmatch(entry["profiling_name"])
+        if match and entry.get("input_dtypes") not in _SIZES_OF_OBJECTS:
+            sequence = entry["p2p_seq_id"]
+            key = sequence if sequence in done else ("alone", entry["record_id"])
+            record = _Record(match[1].upper(), int(match[3]), done.get(sequence, entry["state"]), sequence)
+            found.setdefault(key, (int(match[2]), record))
+    return found.values()
 
 
 class _Plain(pickle.Unpickler):
     """A pickle of lists, dictionaries, numbers and texts: one of anything else could run a stranger's code."""
-
-    @classmethod
-    def read(cls, text: bytes) -> Any:
-        return cls(io.BytesIO(text)).load()
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
@@ -163,10 +165,9 @@ class _Progress:
         row = low.rows[rank]
         at = [index for index, (word, _) in enumerate(row) if word in ("SEND", "RECV")]
         ends = [_end(low, row[index]) for index in at]
-        count = -(-len(records) // tensors)
         for begin in range(len(at)):
-            expected = [ends[(begin + each) % len(ends)] for each in range(count) for _ in range(tensors)]
-            if [(each.way, each.peer) for each in records] == expected[: len(records)]:
+            expected = [ends[(begin + index // tensors) % len(ends)] for index in range(len(records))]
+            if [(each.way, each.peer) for each in records] == expected:
                 gone = round(((records[0].number - 1) / tensors - begin) / len(at)) if records else 0
                 groups = (records[each : each + tensors] for each in range(0, len(records), tensors))
                 states = [next((each.state for each in group if each.state != "completed"), "") for group in groups]
@@ -230,14 +231,12 @@ def _at(low: Lowering, progress: Mapping[int, _Progress], rank: int, timed: bool
 def _other_end(low: Lowering, progress: Mapping[int, _Progress], rank: int, number: int) -> str | None:
     """Return the state of the same transfer at its other end."""
     step, index = progress[rank].place(number)
-    word, (value,) = progress[rank].row[index]
-    other = progress.get(_end(low, (word, (value,)))[1])
+    word, values = progress[rank].row[index]
+    other = progress.get(_end(low, (word, values))[1])
     if other is None:
         return None
-    sought = ("RECV" if word == "SEND" else "SEND", (value,))
-    return other.state(
-        step * len(other.at) + next(at for at, index in enumerate(other.at) if other.row[index] == sought)
-    )
+    sought = ("RECV" if word == "SEND" else "SEND", values)
+    return other.state(step * len(other.at) + [other.row[index] for index in other.at].index(sought))
 
 
 def _stall(low: Lowering, progress: Mapping[int, _Progress]) -> Stall:
@@ -258,14 +257,17 @@ def _stall(low: Lowering, progress: Mapping[int, _Progress]) -> Stall:
     if not working or not waits:
         return Stall(None, (), 0, waits)
     # Of several that compute, the one for which most others wait, directly or not; then the one that is behind.
-    ends = []
-    for rank in waits:
-        end, seen = rank, set[int]()
-        while end in waits and end not in seen:
-            seen.add(end)
-            end = waits[end][0]
-        ends.append(end)
+    ends = [_awaited(rank, waits) for rank in waits]
     steps = {rank: progress[rank].place(number)[0] for rank, number in working.items()}
     rank = max(working, key=lambda each: (-steps[each], ends.count(each), -each))
     runs = [low.word(each) for each in progress[rank].before(working[rank]) if each[0] == "run"]
     return Stall(rank, tuple(runs), steps[rank], waits)
+
+
+def _awaited(rank: int, waits: Mapping[int, tuple[int, str]]) -> int:
+    """Return for which rank another one waits at last."""
+    seen = set[int]()
+    while rank in waits and rank not in seen:
+        seen.add(rank)
+        rank = waits[rank][0]
+    return rank

@@ -6,18 +6,19 @@ import errno
 import glob
 import os
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median_low
+from typing import Any, NamedTuple, TypeVar
 
 from pipelab.errors import FormatError, UsageError
-from pipelab.hub.clocks import Times, offsets_of
 from pipelab.plan.actions import Action, Item, Kind, Pair
+from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
 from pipelab.trace.reading import plan_of, read_json, read_saved, time_of
 from pipelab.trace.trace import Trace
@@ -86,21 +87,13 @@ _NAMES: dict[str, dict[str, re.Pattern[str]]] = {
 _COMPUTED = re.compile(r"PP:(?:\(([0-9]+F[0-9]+);([0-9]+[BI][0-9]+)\)OVERLAP_F_B|([0-9]+(?:[FBIW][0-9]+|REDUCE_GRAD)))")
 MOVED = re.compile(r"PP:([0-9]{1,9})(SEND|RECV)_([FB])([0-9]{1,9})")
 _COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
+_NOISE = (0.0, 10.0, 100.0)
+"""By how many microseconds a value may seem to come before it was sent: each process reads the clock by itself."""
 
 
 Span = tuple[float, float, str]
 """Start and end in microseconds, and a name."""
-
-
-@dataclass(slots=True)
-class Kernel:
-    """Work on the device: when it was launched, when it ran, and on which stream."""
-
-    launched: float
-    start: float
-    end: float
-    stream: str
-    name: str
+_Timed = TypeVar("_Timed", Span, tuple[float, float, float])
 
 
 @dataclass(slots=True)
@@ -126,15 +119,27 @@ class File:
     host: str | None
     on_gpu: bool
     spans: dict[str, list[Span]]
-    kernels: list[Kernel]
-    stream: str
-    """The one with the most work."""
+    kernels: list[tuple[float, float, float]]
+    """Work of the stream with most of it: when it was launched, began and ended."""
     steps: list[list[Ran]] = field(default_factory=list)
 
 
 def _is_profile(data: object) -> bool:
     """Return whether the data of a JSON file are a profiler's."""
     return isinstance(data, dict) and "traceEvents" in data
+
+
+class Times(NamedTuple):
+    """When an action ran, and when the value that it received was there, in microseconds of its rank's clock."""
+
+    start: float
+    end: float
+    arrived: float | None
+
+    def moved(self, by: float) -> Times:
+        """Return the same on another clock, in milliseconds."""
+        arrived = None if self.arrived is None else (self.arrived + by) / 1e3
+        return Times((self.start + by) / 1e3, (self.end + by) / 1e3, arrived)
 
 
 # What a file holds
@@ -161,12 +166,9 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
             ran.append(event)
     for rows in spans.values():
         rows.sort(key=lambda each: (each[0], -each[1]))
-    known = (event for event in ran if event.called in launches)
-    kernels = [Kernel(launches[event.called], *event.span[:2], event.stream, event.span[2]) for event in known]
-    kernels.sort(key=lambda each: each.launched)
-    work: dict[str, float] = defaultdict(float)
-    for kernel in kernels:
-        work[kernel.stream] += 0 if _COLLECTIVE.search(kernel.name) else kernel.end - kernel.start
+    known = [(launches[event.called], event) for event in ran if event.called in launches]
+    if known:
+        spans["received"] = sorted((at, *event.span[1:]) for at, event in known if event.collective)
     about, host = data.get("distributedInfo"), data.get("host_name")
     about = about if isinstance(about, dict) else {}
     rank = about.get("rank")
@@ -176,9 +178,17 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
         host if isinstance(host, str) else None,
         bool(launches) or "nccl" in str(about.get("backend")),
         spans,
-        kernels,
-        max(work, key=work.__getitem__, default=""),
+        _kernels([(at, event) for at, event in known if not event.collective]),
     )
+
+
+def _kernels(known: Sequence[tuple[float, _Event]]) -> list[tuple[float, float, float]]:
+    """Return what ran on the stream with the most work, in the order of its launches."""
+    work: dict[str, float] = defaultdict(float)
+    for _, event in known:
+        work[event.stream] += event.span[1] - event.span[0]
+    busiest = max(work, key=work.__getitem__, default="")
+    return sorted((at, *event.span[:2]) for at, event in known if event.stream == busiest)
 
 
 class _Event(NamedTuple):
@@ -189,6 +199,11 @@ class _Event(NamedTuple):
     launches: bool
     called: int
     stream: str
+
+    @property
+    def collective(self) -> bool:
+        """Whether it is a kernel that moves values between ranks."""
+        return _COLLECTIVE.search(self.span[2]) is not None
 
 
 def _events(path: str, events: Any, ahead: float) -> Iterator[_Event]:
@@ -256,39 +271,29 @@ def _counted(file: File) -> Iterator[Ran]:
 def _timed(file: File, actions: tuple[Action, ...], start: float, end: float, arrived: tuple[float | None, ...]) -> Ran:
     """Return when actions ran: on a GPU, what was launched meanwhile; on a CPU, from when their value was there."""
     if file.kernels:
-        work = [
-            each
-            for each in _launched(file, start, end)
-            if each.stream == file.stream and not _COLLECTIVE.search(each.name)
-        ]
-        begun, ended = (
-            min((each.start for each in work), default=start),
-            max((each.end for each in work), default=start),
-        )
-    else:
-        begun, ended = min(max(start, -inf if arrived[0] is None else arrived[0]), end), end
-    return Ran(actions, start, begun, ended, arrived)
-
-
-def _launched(file: File, start: float, end: float) -> list[Kernel]:
-    """Return the kernels that the host launched in a span: a backward's are launched by another thread."""
-    low = bisect_left(file.kernels, start, key=lambda each: each.launched)
-    return file.kernels[low : bisect_right(file.kernels, end, key=lambda each: each.launched)]
+        work = _within(file.kernels, start, end)
+        begun = min((each[1] for each in work), default=start)
+        return Ran(actions, start, begun, max((each[2] for each in work), default=start), arrived)
+    there = start if arrived[0] is None else max(start, arrived[0])
+    return Ran(actions, start, min(there, end), end, arrived)
 
 
 def _received(file: File, start: float, end: float) -> float | None:
     """Return when what was asked for in a span was there."""
-    if file.kernels:
-        return max((each.end for each in _launched(file, start, end) if _COLLECTIVE.search(each.name)), default=None)
     return max((each[1] for each in _within(file.spans["received"], start, end)), default=None)
 
 
-def _within(rows: list[Span], start: float, end: float) -> list[Span]:
+def _within(rows: list[_Timed], start: float, end: float) -> list[_Timed]:
+    """Return what began in a span, or was launched: a backward's kernels are launched by another thread."""
     low, high = (bisect_left(rows, at, key=lambda each: each[0]) for at in (start, end))
     return rows[low:high]
 
 
 # Steps and ranks
+
+
+def _actions(step: Iterable[Ran]) -> list[Action]:
+    return [action for ran in step for action in ran.actions]
 
 
 def whole_steps(file: File) -> list[list[Ran]]:
@@ -297,7 +302,7 @@ def whole_steps(file: File) -> list[list[Ran]]:
     begun: set[tuple[int | None, int | None]] = set()
     for ran in _ran(file):
         step = steps[-1]
-        if any(action in each.actions for each in step for action in ran.actions):
+        if not set(_actions(step)).isdisjoint(ran.actions):
             steps.append(step := [])
             begun.clear()
         begun |= {(each.stage, mb) for each in ran.actions if each.traits.forward for mb in (each.microbatch, None)}
@@ -321,8 +326,7 @@ def whole_steps(file: File) -> list[list[Ran]]:
 
 def _is_whole(step: Sequence[Ran]) -> bool:
     """Return whether every forward has its backward, or its weight gradient."""
-    actions = [action for ran in step for action in ran.actions]
-    forwards, backwards = ([each for each in actions if each.kind in kinds] for kinds in ("F", "BW"))
+    forwards, backwards = ([each for each in _actions(step) if each.kind in kinds] for kinds in ("F", "BW"))
     return sorted(map(_place, forwards)) == sorted(map(_place, backwards))
 
 
@@ -369,17 +373,10 @@ def _trace(files: Sequence[File], number: int, name: str) -> Trace:
     offsets, aligned = offsets_of(plan.bound, [each.host for each in files], times)
     first = min(row[0].start + offset for row, offset in zip(times, offsets, strict=True))
     shifted = [[time.moved(offset - first) for time in row] for row, offset in zip(times, offsets, strict=True)]
-    starts, ends = [[each.start for each in row] for row in shifted], [[each.end for each in row] for row in shifted]
-    return Trace(
-        plan,
-        starts,
-        ends,
-        "ms",
-        "measured",
-        delay=travelled(plan.bound, starts, ends, [[each.arrived for each in row] for row in shifted]).__getitem__,
-        lanes=[f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in files],
-        note=_note(files, number, aligned),
-    )
+    starts, ends, arrived = zip(*(zip(*row, strict=True) for row in shifted), strict=True)
+    delay = travelled(plan.bound, starts, ends, arrived).__getitem__
+    lanes = [f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in files]
+    return Trace(plan, starts, ends, "ms", "measured", delay, lanes=lanes, note=_note(files, number, aligned))
 
 
 def _note(files: Sequence[File], number: int, aligned: str) -> str:
@@ -393,25 +390,29 @@ def _note(files: Sequence[File], number: int, aligned: str) -> str:
 def _in_order(files: list[File]) -> list[File]:
     """Return the files in the order of the ranks, each with actions on its own stages."""
     if all(each.spans["label"] for each in files):
-        files = sorted(
-            files, key=lambda each: min(action.stage or 0 for ran in each.steps[0] for action in ran.actions)
-        )
+        files = sorted(files, key=lambda each: min(action.stage or 0 for action in _actions(each.steps[0])))
     else:
-        numbers = [each.rank for each in files]
-        if None not in numbers and len(set(numbers)) == len(files):
-            files = sorted(files, key=lambda each: each.rank or 0)
-        _require_ends(files)
-        for stage, each in enumerate(files):
-            for ran in (ran for step in each.steps for ran in step):
-                ran.actions = tuple(replace(action, stage=stage) for action in ran.actions)
+        files = _numbered_by_rank(files)
     owner: dict[Action, str] = {}
     for each in files:
-        for action in {action for ran in each.steps[0] for action in ran.actions}:
+        for action in set(_actions(each.steps[0])):
             if owner.setdefault(action, each.path) != each.path:
                 raise FormatError(
                     f"{owner[action]} and {each.path} both hold {action}: give the files of one pipeline, without its "
                     "replicas"
                 )
+    return files
+
+
+def _numbered_by_rank(files: list[File]) -> list[File]:
+    """Return files that name no stages by rank, or as they came; each one is a stage."""
+    numbers = [each.rank for each in files]
+    if None not in numbers and len(set(numbers)) == len(files):
+        files = sorted(files, key=lambda each: each.rank or 0)
+    _require_ends(files)
+    for stage, each in enumerate(files):
+        for ran in chain.from_iterable(each.steps):
+            ran.actions = tuple(replace(action, stage=stage) for action in ran.actions)
     return files
 
 
@@ -431,28 +432,25 @@ def _require_ends(files: Sequence[File]) -> None:
 
 def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int, int]:
     """Return how many stages and micro-batches there are."""
-    ran = {action for row in chosen for each in row for action in each.actions}
-    known = {action.stage or 0 for action in ran}
-    for each in files:
-        for moved in (MOVED.fullmatch(name) for _, _, name in each.spans["label"]):
-            if moved:  # where a value goes to or comes from
-                onward = 1 if moved[2] + moved[3] in ("SENDF", "RECVB") else -1
-                known.add(int(moved[1]) + onward)
-    stages = {action.stage or 0 for action in ran}
-    missing = next(stage for stage in count() if stage not in stages)
-    if missing <= max(known):
+    places = [_place(action) for action in _actions(chain.from_iterable(chosen))]
+    stages = {stage for stage, _ in places}
+    labels = chain.from_iterable(each.spans["label"] for each in files)
+    moved = filter(None, (MOVED.fullmatch(name) for _, _, name in labels))  # where a value goes to or comes from
+    ends = (int(each[1]) + (1 if each[2] + each[3] in ("SENDF", "RECVB") else -1) for each in moved)
+    last, missing = max(chain(stages, ends)), next(stage for stage in count() if stage not in stages)
+    if missing <= last:
         raise FormatError(
-            f"stage {missing} is in none of the {len(files)} files, and stage {max(known)} is named: give the files of "
+            f"stage {missing} is in none of the {len(files)} files, and stage {last} is named: give the files of "
             "all ranks of the pipeline"
         )
-    return missing, 1 + max(action.microbatch or 0 for action in ran)
+    return missing, 1 + max(microbatch for _, microbatch in places)
 
 
 def _median(files: Sequence[File]) -> int:
-    lengths = [
-        max(row[-1].end - row[0].start for row in rows) for rows in zip(*(each.steps for each in files), strict=True)
-    ]
-    return sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+    """Return which step has the median length."""
+    steps = zip(*(each.steps for each in files), strict=True)
+    lengths = [max(row[-1].end - row[0].start for row in rows) for rows in steps]
+    return lengths.index(median_low(lengths))
 
 
 def _item(actions: tuple[Action, ...]) -> Item:
@@ -471,3 +469,79 @@ def _without_overlaps(row: Sequence[Ran]) -> list[Times]:
         free = max(ran.end, start)
         times += [Times(start, free, arrived) for arrived in ran.arrived]
     return times
+
+
+# ── The clocks of several machines, aligned by the values that went from one to another ───────────────────────────────
+
+
+def offsets_of(
+    bound: BoundPlan, hosts: Sequence[str | None], times: Sequence[Sequence[Times]]
+) -> tuple[list[float], str]:
+    """Return what to add to the clock of each rank so that no value is used before it was made; and a remark.
+
+    Ranks on one machine share a clock. Each value that goes from one machine to another says how far the other's clock
+    must be ahead at least, and each that comes back, at most. In between, the middle is taken.
+    """
+    early = _early(bound, times)
+    clocks = _clocks(hosts, early)
+    if len(set(clocks)) == 1:
+        return [0.0] * len(hosts), ""
+    edges = defaultdict[tuple[int, int], float](lambda: -inf)
+    for (one, other), time in early.items():
+        if clocks[one] != clocks[other]:
+            edges[clocks[one], clocks[other]] = max(edges[clocks[one], clocks[other]], time)
+    for noise in _NOISE:
+        slackened = {between: time - noise for between, time in edges.items()}
+        least = _longest(slackened, len(hosts))
+        most = _longest({(other, one): time for (one, other), time in slackened.items()}, len(hosts))
+        if least is not None and most is not None:
+            return _between([(least[clock], -most[clock]) for clock in clocks], noise)
+    one, other = max(edges, key=lambda between: edges[between] + edges.get(between[::-1], -inf))
+    raise FormatError(
+        f"no clocks fit: between ranks {one} and {other}, values would be used "
+        f"{(edges[one, other] + edges.get((other, one), 0)) / 1e3:.3g} ms before they were made: are the files of one "
+        "run, and of the same steps?"
+    )
+
+
+def _clocks(hosts: Sequence[str | None], early: Mapping[tuple[int, int], float]) -> list[int]:
+    """Return the clock of each rank: its machine's, unless the machines have the same name, or none."""
+    clocks = [hosts.index(host) for host in hosts]
+    wrong = (clocks[one] == clocks[other] and time > _NOISE[-1] for (one, other), time in early.items())
+    return [*range(len(hosts))] if any(wrong) else clocks
+
+
+def _early(bound: BoundPlan, times: Sequence[Sequence[Times]]) -> dict[tuple[int, int], float]:
+    """Return, by a value's sender and receiver, by how much it was used before it was made, at most."""
+    rows = [list(zip(row, ran, strict=True)) for row, ran in zip(bound.rows, times, strict=True)]
+    ended = {code: time.end for row in rows for code, time in row}
+    early = defaultdict[tuple[int, int], float](lambda: -inf)
+    for rank, row in enumerate(rows):
+        for code, time in row:
+            for _, giver in bound.inputs(code):
+                between = bound.rank_of[giver], rank
+                early[between] = max(early[between], ended[giver] - time.start)
+    return early
+
+
+def _between(sides: Sequence[tuple[float, float]], noise: float) -> tuple[list[float], str]:
+    """Return the middle between the least and the most that may be added to each rank's clock; and a remark."""
+    if any(low == -inf for low, _ in sides):
+        raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
+    error = max((high - low) / 2 for low, high in sides) + noise
+    found = [(low + high) / 2 for low, high in sides]
+    far = max(map(abs, found)) / 1e3
+    return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
+
+
+def _longest(edges: Mapping[tuple[int, int], float], nodes: int) -> list[float] | None:
+    """Return the length of the longest way from node 0 to each other one; `None` if there is a way without end."""
+    found = [0.0] + [-inf] * (nodes - 1)
+    for _ in range(nodes):
+        longer = {(one, other): found[one] + length for (one, other), length in edges.items()}
+        better = [(other, far) for (_, other), far in longer.items() if far > found[other] + 1e-3]
+        if not better:
+            return found
+        for other, far in better:
+            found[other] = max(found[other], far)
+    return None

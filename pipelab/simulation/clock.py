@@ -86,23 +86,31 @@ def simulate(
     plan = plan.reducing(beside=cost.all_reduce_runs == "beside")
     if paired := cost.pair_times(plan):
         walk = _by_slots(plan)
-    if transport != "buffered" or sends is not None:
-        _refuse_queues(plan, cost)
-        return on_the_wire(plan, cost, paired, order, transport, sends)
     bound, (lasts, delay) = plan.bound, cost.lengths(plan)
-    if bound.moves or cost.sender == "busy":
+    queued, transfers = transport != "buffered" or sends is not None, None
+    if queued:
+        _refuse_queues(plan, cost)
+        begun, ended, transfers = on_the_wire(plan, cost, paired, order, transport, sends)
+    elif bound.moves or cost.sender == "busy":
         begun, ended = _by_network(bound, lasts, delay, paired, busy=cost.sender == "busy")
     else:
         begun, ended = _clock(bound, walk.order, lasts, delay, paired)
+    notes = {
+        "stage 0 as run": cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds),
+        f"order {order}": queued and order != "pytorch",
+        f"at most {sends} sends under way": sends is not None,
+        f"transport {transport}": transport != "buffered",
+    }
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],
         [[ended[code] for code in row] for row in bound.rows],
         cost.unit,
-        delay=delay.__getitem__ if any(delay) else None,
+        delay=delay.__getitem__ if any(delay) and not queued else None,
+        transfers=transfers,
         moves=[Event(move.rank, move.action, begun[move.code], ended[move.code]) for move in bound.moves],
         costs=partial(cost.table, plan),
-        note="stage 0 as run" if cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds) else "",
+        note=", ".join(note for note, applies in notes.items() if applies),
     )
 
 

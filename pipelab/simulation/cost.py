@@ -352,19 +352,15 @@ class Cost:
             CostError: if a list does not have one number per stage, or a function returns anything but a finite number.
         """
         share = self._share(plan)
-        forward, backward = (self._each(name, plan, share) for name in ("forward", "backward"))
-        half = [time / 2 for time in backward]
-        inputs = half if self.input_grad is None else self._each("input_grad", plan, share)
-        weights = half if self.weight_grad is None else self._each("weight_grad", plan, share)
-        again = forward if self.recompute is None else self._each("recompute", plan, share)
-        longest = max(map(len, (forward, backward, inputs, weights, again)))
-        work = [each * (longest // len(each)) for each in (forward, backward, inputs, weights, again)]
-        _, backward, inputs, weights, _ = work
+        given = {name: self._each(name, plan, share) for name in _WORK if getattr(self, name) is not None}
+        half = [time / 2 for time in given["backward"]]
+        work = {"input_grad": half, "weight_grad": half, "recompute": given["forward"], **given}
+        longest = max(map(len, work.values()))
+        work = {name: each * (longest // len(each)) for name, each in work.items()}
         if self.first_stage == "as-run":
-            inputs[:: plan.stages] = [0.0] * (longest // plan.stages)
-            weights[:: plan.stages] = backward[:: plan.stages]
-        found = dict(zip(_WORK, work, strict=True))
-        found |= {name: self._each(name, plan, share) for name in _ONCE} | {"": [0.0] * plan.stages}
+            work["input_grad"][:: plan.stages] = [0.0] * (longest // plan.stages)
+            work["weight_grad"][:: plan.stages] = work["backward"][:: plan.stages]
+        found = work | {name: self._each(name, plan, share) for name in _ONCE} | {"": [0.0] * plan.stages}
         return {kind: found[TRAITS[kind].cost] for kind in KINDS}
 
     def transfer_times(self, plan: Plan) -> tuple[list[float], list[float]]:

@@ -43,24 +43,17 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
     times = {each: middle(took) for each, took in spans.items()}
     if measured:
         _warn_if_noisy(spans, times)
-    ratio = 1.0
-    if isinstance(split, (Trace, list, tuple)):
-        whole = {each: time for each, time in times.items() if each[0] not in HALVES}
-        times = whole | _halves(listed(split), first, middle)
-    elif split is not None:
-        ratio = _ratio(split)
+    times, ratio = _with_halves(times, split, first, middle)
     stages = range(first.plan.stages)
     for stage in stages:
         # Of a measured first stage, PyTorch asks for no input gradient, so nothing is split there.
         _complete(times, stage, 1.0 if measured and stage == 0 else ratio)
-    there = {kind for kind, _ in times}
     costs: dict[str, str] = {kind: traits.cost for kind, traits in TRAITS.items() if traits.cost} | {"pair": "pair"}
-    found: dict[str, Any] = {
-        name: [times.get((kind, stage), 0.0) for stage in stages] for kind, name in costs.items() if kind in there
-    }
-    as_run = {"first_stage": "as-run"} if measured else {}
-    as_run |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
-    return {"forward": 0, "backward": 0, **found, **as_run, **_travel(moved, first, middle), "unit": first.unit}
+    there = {kind for kind, _ in times} & costs.keys()
+    found = {costs[kind]: [times.get((kind, stage), 0.0) for stage in stages] for kind in there}
+    more = {"first_stage": "as-run"} if measured else {}
+    more |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
+    return {"forward": 0, "backward": 0, **found, **more, **_travel(moved, first, middle), "unit": first.unit}
 
 
 def _warn_if_noisy(spans: Spans, times: Mapping[tuple[str, int], float]) -> None:
@@ -75,10 +68,18 @@ def _warn_if_noisy(spans: Spans, times: Mapping[tuple[str, int], float]) -> None
         )
 
 
-def _halves(
-    traces: Sequence[Trace], first: Trace, middle: Callable[[list[float]], float]
-) -> dict[tuple[str, int], float]:
-    """Return how long the halves of split backwards take."""
+def _with_halves(
+    times: dict[tuple[str, int], float],
+    split: Trace | Sequence[Trace] | float | None,
+    first: Trace,
+    middle: Callable[[list[float]], float],
+) -> tuple[dict[tuple[str, int], float], float]:
+    """Return the times, with the halves of split backwards if these were measured; and the ratio `(I + W) / B`."""
+    if split is None:
+        return times, 1.0
+    if not isinstance(split, (Trace, list, tuple)):
+        return times, _ratio(split)
+    traces = listed(split)
     spans, _ = _pooled(traces, first, "trace and split")
     halves = {each: middle(took) for each, took in spans.items() if each[0] in HALVES}
     if not halves:
@@ -86,7 +87,7 @@ def _halves(
             f"split is a trace of {traces[0].name}, which has no I and W: run one that splits backwards, such as "
             "zb-h1, or give the ratio (I + W) / B"
         )
-    return halves
+    return {each: time for each, time in times.items() if each[0] not in HALVES} | halves, 1.0
 
 
 def _ratio(split: Any) -> float:

@@ -280,29 +280,35 @@ class _Program:
             raise UsageError(f"the solver, OR-tools, is not installed ({error})\n  try: pip install ortools") from error
         self.cp, self.tick = cp_model, tick
         self.times = times = [floor(job.time / tick + _ROUNDED) for job in work.jobs]
-        if caps is not None and any(not times[made] for held in work.held for made, *_ in held):
+        rooms = None if caps is None else work.rooms(caps)
+        if rooms is not None and any(not times[made] for held in work.held for made, *_ in held):
             raise CostError("with a memory_cap, forwards must take time: at least a millionth of the longest action")
         model = self.model = cp_model.CpModel()
         last = ceil(best.makespan / tick * (1 + _ROUNDED))
         self.starts = [model.new_int_var(0, last, "") for _ in times]
         ends = [start + time for start, time in zip(self.starts, times, strict=True)]
+        self._order(work, rooms, ends)
+        for rank, room in enumerate(rooms or ()):
+            self._keep(room, ends, last, work.held[rank], work.gradients[rank])
         makespan = model.new_int_var(floor(bound / tick * (1 - _ROUNDED)), last, "")
         for end in ends:
             model.add(end <= makespan)
-        rooms = None if caps is None else work.rooms(caps)
-        for start, links in zip(self.starts, work.network(rooms).follows, strict=True):
-            for before, what in links:
-                model.add(start >= ends[before] + floor(work.lags[what] / tick + _ROUNDED))
-        spans = [model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, times, strict=True)]
-        for rank in range(work.plan.ranks):
-            model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
-        for rank, room in enumerate(rooms or ()):
-            self._keep(room, ends, last, work.held[rank], work.gradients[rank])
         begun = dict(zip(chain(*best.plan.bound.rows), chain(*best.starts), strict=True))
         for start, job in zip(self.starts, work.jobs, strict=True):
             model.add_hint(start, round(begun[job.codes[0]] / tick))
         model.add_hint(makespan, round(best.makespan / tick))
         model.minimize(makespan)
+
+    def _order(self, work: Work, rooms: Sequence[int] | None, ends: list[Any]) -> None:
+        """Let jobs follow what they need, and never overlap on a rank."""
+        for start, links in zip(self.starts, work.network(rooms).follows, strict=True):
+            for before, what in links:
+                self.model.add(start >= ends[before] + floor(work.lags[what] / self.tick + _ROUNDED))
+        spans = [
+            self.model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, self.times, strict=True)
+        ]
+        for rank in range(work.plan.ranks):
+            self.model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
 
     def _keep(
         self, room: int, ends: list[Any], last: int, held: Sequence[Held], gradients: Sequence[tuple[Any, int]]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
@@ -17,14 +17,12 @@ from pipelab.checking.checker import ScheduleLike, as_plan, require_legal, with_
 from pipelab.checking.transfers import Wire, transfer_deadlocks
 from pipelab.display import show
 from pipelab.errors import UsageError
-from pipelab.plan.actions import HALVES
 from pipelab.plan.csv_notation import write_rows
 from pipelab.plan.fault import ScheduleError, shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lookahead, Lowering, Order, Runtime, Transport, lookaheads, lowered, require_words
 from pipelab.simulation.cost import Cost, as_cost
 from pipelab.trace.events import Transfer
-from pipelab.trace.trace import Trace
 
 _NEWEST = "2.15"
 """The newest version of PyTorch whose words pipelab knows."""
@@ -203,38 +201,31 @@ def lower(
 
 def on_the_wire(
     plan: Plan, cost: Cost, paired: dict[int, float], order: Order, transport: Transport, sends: int | None = None
-) -> Trace:
-    """Return the trace of a legal plan whose transfers wait for each other, with at most so many sends under way."""
+) -> tuple[list[float], list[float], list[Transfer]]:
+    """Return when each code starts and ends if transfers wait for each other, with at most so many sends under way."""
     _refuse(plan, "by-time", transport)
-    bound, action = plan.bound, plan.bound.codes.action
     low = _lowering(plan, cost, order, transport)
     if sends is not None:
-        low = lowered(bound, low.order, low.by_time, Runtime(True, lookaheads("full", plan.ranks), sends))  # noqa: FBT003
+        runtime = Runtime(True, lookaheads("full", plan.ranks), sends)  # noqa: FBT003
+        low = lowered(plan.bound, low.order, low.by_time, runtime)
     wire = Wire(low, transport, atomic_pairs=bool(paired))
     if wire.stuck:
         _refuse(plan, order, transport)
-    _, starts, ended = _times(wire, plan, cost, paired)
-    transfers: list[Transfer] = []
-    for value, crossing in low.crossings.items():
-        left, made = starts[wire.transfer(value)], ended[wire.made[value]]
-        before = [job for job, _ in wire.network.follows[wire.transfer(value)] if job >= wire.transfer(0)]
-        last = max(before, key=ended.__getitem__, default=0)
-        other = low.crossings[last - wire.transfer(0)] if left > made else None
-        behind = None if other is None else (action(other.giver), action(other.needer))
-        ends = action(crossing.giver), action(crossing.needer), left, ended[wire.transfer(value)]
-        transfers.append(Transfer(crossing.source, crossing.target, *ends, left - made, behind))
-    as_run = cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds)
-    words = ["stage 0 as run"] * as_run + [f"order {order}"] * (order != "pytorch")
-    words += [f"at most {sends} sends under way"] * (sends is not None)
-    return Trace(
-        plan,
-        [[starts[wire.job[code]] for code in row] for row in bound.rows],
-        [[ended[wire.job[code]] for code in row] for row in bound.rows],
-        cost.unit,
-        transfers=transfers,
-        costs=partial(cost.table, plan),
-        note=", ".join([*words, *[f"transport {transport}"] * (transport != "buffered")]),
-    )
+    _, starts, ends = _times(wire, plan, cost, paired)
+    transfers = [_transfer(wire, value, starts, ends) for value in low.crossings]
+    return [starts[job] for job in wire.job], [ends[job] for job in wire.job], transfers
+
+
+def _transfer(wire: Wire, value: int, starts: Sequence[float], ends: Sequence[float]) -> Transfer:
+    """Return the transfer of a value, by the times of all jobs."""
+    action, crossings, first = wire.low.bound.codes.action, wire.low.crossings, wire.transfer(0)
+    job, crossing, made = wire.transfer(value), crossings[value], ends[wire.made[value]]
+    behind = None
+    if starts[job] > made:  # behind the transfer before it that ended last
+        last = max((each for each, _ in wire.network.follows[job] if each >= first), key=ends.__getitem__)
+        behind = action(crossings[last - first].giver), action(crossings[last - first].needer)
+    both = action(crossing.giver), action(crossing.needer), starts[job], ends[job]
+    return Transfer(crossing.source, crossing.target, *both, starts[job] - made, behind)
 
 
 def _times(

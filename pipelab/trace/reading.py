@@ -23,6 +23,7 @@ VERSION = 1
 _WORDS = {"source": ("simulated", "measured"), "all_reduce_runs": ("in-row", "beside")}
 _USUAL = {"name": "", "unit": "", "note": "", "lanes": [], "costs": {}} | {key: each[0] for key, each in _WORDS.items()}
 """What a file need not say; nor `stages` and `microbatches`, which follow from the rows, `transfers` and `moves`."""
+_KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "lists by name"}
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
 """What follows for a transfer that stood behind another one: how long, and which."""
@@ -55,31 +56,26 @@ def read(data: object) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
     data = {**_USUAL, **data}
-    name, unit, note, source, runs = (_field(data, key, str, "a text") for key in ("name", "unit", "note", *_WORDS))
+    name, unit, note, source, runs = (_field(data, key, str) for key in ("name", "unit", "note", *_WORDS))
     for key, words in _WORDS.items():
         if data[key] not in words:
             raise FormatError(f"{key!r} is {shorten(data[key])}: expected {' or '.join(words)}")
     plan = _plan(data, name).reducing(beside=runs == "beside")
-    starts, ends = (_times(data, key, plan) for key in ("starts", "ends"))
+    starts, ends = (_times_of(data, key, plan) for key in ("starts", "ends"))
     for rank, both in enumerate(zip(starts, ends, strict=True)):
         for position, (start, end) in enumerate(zip(*both, strict=True)):
             if end < start:
                 raise FormatError(f"rank {rank}, position {position} ends at {end}, before its start at {start}")
-    lanes = [_is(lane, str, "a text", f"'lanes', rank {rank}") for rank, lane in enumerate(_list(data, "lanes"))]
-    transfers, moves = _transfers(data, plan) if "transfers" in data else None, _moves(data, plan)
-    costs = {
-        each: [time_of(time, f"'costs', {each}") for time in _is(times, list, "a list of times", f"'costs', {each}")]
-        for each, times in _field(data, "costs", dict, "lists of times by name").items()
-    }
+    costs = {each: _times(times, f"'costs', {each}") for each, times in _field(data, "costs", dict).items()}
     return {
         "plan": plan,
         "starts": starts,
         "ends": ends,
         "unit": unit,
         "source": source,
-        "transfers": transfers,
-        "moves": moves,
-        "lanes": lanes,
+        "transfers": _transfers(data, plan) if "transfers" in data else None,
+        "moves": _moves(data, plan),
+        "lanes": _texts(data, "lanes"),
         "note": note,
         "costs": partial(dict, costs),  # and no lambda, so that a trace can be pickled
     }
@@ -87,12 +83,9 @@ def read(data: object) -> dict[str, Any]:
 
 def _plan(data: dict[str, Any], name: str) -> Plan:
     """Return the plan, which has no faults."""
-    rows = [
-        _is(row, str, "a text with actions", f"'rows', rank {rank}") for rank, row in enumerate(_list(data, "rows"))
-    ]
-    read = Plan.parse(rows)
+    read = Plan.parse(_texts(data, "rows"))
     data = {"stages": read.stages, "microbatches": read.microbatches, **data}
-    stages, microbatches = (_field(data, key, int, "a whole number") for key in ("stages", "microbatches"))
+    stages, microbatches = (_field(data, key, int) for key in ("stages", "microbatches"))
     slices = data.get("after")
     after = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
     return plan_of(read.written, stages, microbatches, name, after)
@@ -117,19 +110,13 @@ def plan_of(
     return plan
 
 
-def _times(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
+def _times_of(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
     """Return every rank's starts or ends, one for each action."""
-    listed = _list(data, key)
-    if len(listed) != plan.ranks:
-        raise FormatError(f"{key!r} have {len(listed)} lists for {plan.ranks} ranks")
-    for rank, (times, row) in enumerate(zip(listed, plan.bound.rows, strict=True)):
-        count = len(_is(times, list, "a list of times", f"{key!r}, rank {rank}"))
-        if count != len(row):
-            raise FormatError(f"{key!r}, rank {rank} has {count} times for {len(row)} actions")
-    return [
-        [time_of(time, f"{key!r}, rank {rank}, position {position}") for position, time in enumerate(times)]
-        for rank, times in enumerate(listed)
-    ]
+    listed = [_times(times, f"{key!r}, rank {rank}") for rank, times in enumerate(_field(data, key, list))]
+    counts, rows = [*map(len, listed)], [*map(len, plan.bound.rows)]
+    if counts != rows:
+        raise FormatError(f"{key!r} have {shorten(counts)} times, rank by rank, for {shorten(rows)} actions")
+    return listed
 
 
 def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
@@ -138,14 +125,14 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
     listed = [{codes.action(code) for code in row} for row in plan.bound.rows]
     anywhere = set().union(*listed)
     transfers: list[Transfer] = []
-    for number, each in enumerate(_list(data, "transfers")):
+    for number, each in enumerate(_field(data, "transfers", list)):
         where = f"'transfers', number {number}"
-        if len(_is(each, list, "a list", where)) not in (len(_PARTS), len(_PARTS + _BEHIND)):
+        if len(_is(each, list, where)) not in (len(_PARTS), len(_PARTS + _BEHIND)):
             parts = f"{', '.join(_PARTS)}, and maybe {', '.join(_BEHIND)} of the one before it"
             raise FormatError(f"{where} is {shorten(each)}: expected {parts}")
-        ranks, ends = each[:2], [Action.parse(_is(text, str, "an action", where)) for text in each[2:4]]
+        ranks, ends = each[:2], [Action.parse(_is(text, str, where)) for text in each[2:4]]
         for rank, action in zip(ranks, ends, strict=True):
-            if not 0 <= _is(rank, int, "a rank", where) < plan.ranks or action not in listed[rank]:
+            if not 0 <= _is(rank, int, where) < plan.ranks or action not in listed[rank]:
                 raise FormatError(f"{where} names {shorten(action)} on rank {shorten(rank)}, which does not list it")
         times = [time_of(time, where) for time in each[4:6]]
         transfers.append(Transfer(*ranks, *ends, *times, *_behind(each[6:], anywhere, where)))
@@ -154,45 +141,45 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
 
 def _moves(data: dict[str, Any], plan: Plan) -> list[Event]:
     """Return the plan's moves, each with its times; none if none were measured."""
-    listed = _list(data, "moves") if "moves" in data else []
-    if len(listed) not in (0, len(plan.bound.moves)):
-        raise FormatError(f"'moves' has {len(listed)} entries for {len(plan.bound.moves)} moves of the plan")
-    events: list[Event] = []
-    for number, (each, move) in enumerate(zip(listed, plan.bound.moves, strict=False)):
-        where = f"'moves', number {number}"
-        if len(_is(each, list, "a list", where)) != 2:
-            raise FormatError(f"{where} is {shorten(each)}: expected start and end")
-        events.append(Event(move.rank, move.action, *(time_of(time, where) for time in each)))
-    return events
+    listed, moves = _field({"moves": [], **data}, "moves", list), plan.bound.moves
+    if len(listed) not in (0, len(moves)):
+        raise FormatError(f"'moves' has {len(listed)} entries for {len(moves)} moves of the plan")
+    times = [_times(each, f"'moves', number {number}") for number, each in enumerate(listed)]
+    if any(len(each) != 2 for each in times):
+        raise FormatError("'moves': expected start and end of each")
+    return [Event(move.rank, move.action, *each) for move, each in zip(moves, times, strict=False)]
 
 
 def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[float, tuple[Action, Action]] | tuple[()]:
     """Return how long a transfer stood behind which other one; nothing if it did not."""
     if not parts:
         return ()
-    giver, needer = (Action.parse(_is(text, str, "an action", where)) for text in parts[1:])
+    giver, needer = (Action.parse(_is(text, str, where)) for text in parts[1:])
     if not {giver, needer} <= anywhere:
         raise FormatError(f"{where} stood behind {shorten(giver)} and {shorten(needer)}, which no rank lists")
     return time_of(parts[0], where), (giver, needer)
 
 
-def _field(data: dict[str, Any], key: str, kind: type, words: str) -> Any:
+def _field(data: dict[str, Any], key: str, kind: type) -> Any:
     if key not in data:
         raise FormatError(f"{key!r} is missing")
-    return _is(data[key], kind, words, repr(key))
+    return _is(data[key], kind, repr(key))
 
 
-def _list(data: dict[str, Any], key: str) -> Sequence[Any]:
-    found: Sequence[Any] = _field(data, key, list, "a list")
-    return found
+def _texts(data: dict[str, Any], key: str) -> list[str]:
+    return [_is(text, str, f"{key!r}, rank {rank}") for rank, text in enumerate(_field(data, key, list))]
 
 
-def _is(value: Any, kind: type, words: str, where: str) -> Any:
+def _times(times: Any, where: str) -> list[float]:
+    return [time_of(time, f"{where}, position {position}") for position, time in enumerate(_is(times, list, where))]
+
+
+def _is(value: Any, kind: type, where: str) -> Any:
     """Return a value of this type: `True` is not a whole number, and a tuple is a list."""
     if kind is list and isinstance(value, tuple):
         return value
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise FormatError(f"{where} is {shorten(value)}: expected {words}")
+        raise FormatError(f"{where} is {shorten(value)}: expected {_KINDS[kind]}")
     return value
 
 

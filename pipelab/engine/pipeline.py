@@ -23,13 +23,7 @@ from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.batch import Cut, Part, Reduction, weights_of
 from pipelab.engine.stage.caller import CallerContext
-from pipelab.engine.stage.loss import (
-    Loss,
-    require_even_targets,
-    require_loss,
-    warn_of_another_average,
-    warn_of_ignored,
-)
+from pipelab.engine.stage.loss import Loss, require_loss, warn_of_another_average, warned_of_targets
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.stage.updates import MakeOptimizer
 from pipelab.engine.threads import ThreadsEngine
@@ -175,7 +169,7 @@ class Pipeline:
             runner.earlier = self.cut.earlier
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
         self._running = False
-        self._stepped = False
+        self._warned = False  # of a loss that does not average over rows: once is enough
 
     def step(self, x: Any = None, y: Any = None, scaler: torch.amp.GradScaler | None = None) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
@@ -215,8 +209,8 @@ class Pipeline:
             scale = float(scaler.scale(one))
             state, loss = self.run(x, y, scale=scale)
             self.engine.share_overflow(own, scale)
-        if not self._stepped:
-            self._stepped = True
+        if not self._warned:
+            self._warned = True
             warn_of_another_average(loss, self.reduction, state.outputs)
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
@@ -264,9 +258,8 @@ class Pipeline:
                 if part is targets and part.here:
                     _require_same_rows([inputs, targets])
                     targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
-                    weighed = (self.loss_fn, self.reduction, targets.pieces, targets.counts)
-                    warn_of_ignored(*weighed)
-                    require_even_targets(*weighed)
+                    if warned_of_targets(self.loss_fn, self.reduction, targets.pieces, targets.counts):
+                        self._warned = True
             except (BatchError, LossError) as error:
                 part.error = error
         if only is not None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
-from operator import is_
+from operator import is_, itemgetter
 from statistics import median
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from pipelab.errors import SplitError, require_size
 from pipelab.plan.fault import shorten
 
 
-def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None = None) -> None:
+def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None) -> None:
     """Refuse a buffer that two stages use, and a layer with parameters that is in two.
 
     PyTorch's tracer copies a tensor that two stages use, so only its name shows it: the model's own, after `prefix`.
@@ -38,37 +38,32 @@ def refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | 
         ]
         layers = module.named_modules() if prefix is None else ()
         shared += [("layer", name, layer) for name, layer in layers if layer._parameters]  # noqa: SLF001
-        for what, name, each in shared:
-            first = owner.setdefault(id(each), stage)
+        for what, name, part in shared:
+            first = owner.setdefault(id(part), stage)
             if first != stage:
-                instead = "make a second layer, and share its weight: second.weight = first.weight"
+                every = (*model.named_modules(), *model.named_buffers())
+                known = next((full for full, other in every if other is part), name)
+                sharing = ", and share its weight: second.weight = first.weight" if what == "layer" else ""
                 raise SplitError(
-                    f"{what} {(_name(each, model) or name)!r} is used by stage {first} and stage {stage}, but it can "
-                    f"belong to one stage only\n  try: cut the model elsewhere, or "
-                    f"{instead if what == 'layer' else 'make a second buffer'}"
+                    f"{what} {known!r} is used by stage {first} and stage {stage}, but it can belong to one stage "
+                    f"only\n  try: cut the model elsewhere, or make a second {what}{sharing}"
                 )
 
 
-BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *BACKWARD_HOOKS)
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
 
 
-def refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
+def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
     """Refuse a module that carries hooks of these kinds, other than pipelab's own."""
     for kind in kinds:
-        hooks = getattr(module, kind).values()
-        count = sum(not str(getattr(hook, "__module__", "")).startswith("pipelab.") for hook in hooks)
-        if count:
+        packages = [str(getattr(hook, "__module__", "")).partition(".")[0] for hook in getattr(module, kind).values()]
+        if count := sum(package not in ("pipelab", "pipelab_course") for package in packages):
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
                 f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
                 f"{reason}, or remove the hook with handle.remove()"
             )
-
-
-def _name(each: object, model: nn.Module) -> str:
-    """Return the model's own name of a layer or a buffer; "" if it has none."""
-    return next((name for name, other in (*model.named_modules(), *model.named_buffers()) if other is each), "")
 
 
 Balance = Literal["layers", "parameters", "time"]
@@ -94,23 +89,19 @@ class Stages:
         self.sizes = tuple(sizes)
         self.named = model
         self.names: list[dict[str, str]] = [{} for _ in modules]
-        refuse_shared(self.modules, model, TRACED if self.is_traced else None)
+        _refuse_shared(self.modules, model, TRACED if self.is_traced else None)
         self.require_no_lost_hooks()
-        self._parts = [(what, prefix, now, dict(now)) for what, prefix, now in self._parts_of_its_own()]
+        self._parts = list(self._parts_of_its_own())
+        self._note_parts()
 
     def make(self, stage: int, seed: int) -> None:
         """Make the layers of one stage that are not made yet."""
         if unmade([self.modules[stage]]):
             make(self.modules[stage], self.model, self.named, seed)
-            self._parts = [(what, prefix, now, dict(now)) for what, prefix, now, _ in self._parts]
+            self._note_parts()
 
     def name_after(self, named: nn.Module) -> None:
-        """Use the names of the model of whose layers and parameters the stages are made.
-
-        Raises:
-            SplitError: if a stage has a parameter, or a buffer to be saved, that the model lacks, or the other way
-                round a parameter.
-        """
+        """Use the names of the model of whose layers and parameters the stages are made; refuse one of others."""
         own = {id(each): name for name, each in _saved(named)}
         for stage, module in enumerate(self.modules):
             for name, each in _saved(module):
@@ -133,7 +124,8 @@ class Stages:
             local = (*module.named_parameters(), *module.named_modules(remove_duplicate=False))
             self.names[stage] = {name: full[id(each)] for name, each in local if id(each) in full}
         self.require_no_lost_hooks()
-        self._parts += [(what, prefix, now, dict(now)) for what, prefix, now in _parts_of(named)]
+        self._parts += _parts_of(named)
+        self._note_parts()
 
     def place(self, devices: Sequence[torch.device]) -> None:
         """Make and move every stage; parameters stay the same objects. One of several stages is on the first's."""
@@ -152,11 +144,11 @@ class Stages:
     def require_no_lost_hooks(self) -> None:
         """Refuse hooks that a pipeline would never call."""
         for model in (self.model, self.named):
-            refuse_hooks("the whole model", model, "it is never run as a whole: register the hook on a layer")
+            _refuse_hooks("the whole model", model, "it is never run as a whole: register the hook on a layer")
 
     def require_same_parts(self) -> None:
         """Refuse a model of which a part was replaced: the stages would run and train the earlier one."""
-        for what, prefix, now, before in self._parts:  # every step waits for this
+        for (what, prefix, now), before in zip(self._parts, self._before, strict=True):  # every step waits for this
             if len(now) != len(before) or not all(map(is_, now.values(), before.values())):
                 name = next(each for each in (*before, *now) if now.get(each) is not before.get(each))
                 did = "removed" if now.get(name) is None else "added" if before.get(name) is None else "replaced"
@@ -166,6 +158,9 @@ class Stages:
                     "  try: make the pipeline anew, after splitting the model again if you called split; and the "
                     "optimizer, which has the earlier parameters too"
                 )
+
+    def _note_parts(self) -> None:
+        self._before = [dict(now) for _, _, now in self._parts]
 
     def _parts_of_its_own(self) -> Iterable[tuple[str, str, Mapping[str, object]]]:
         """Yield what the model has beside the stages: its list of layers. The layers themselves are the stages' too."""
@@ -220,7 +215,7 @@ class _Traced(Stages):
         """Refuse backward hooks, which the tracer drops; forward hooks become part of the graph."""
         for name, module in self.model.named_modules():
             what = f"layer {name!r}" if name else "the model"
-            refuse_hooks(what, module, "PyTorch's tracer drops it: pass a list of stage modules", BACKWARD_HOOKS)
+            _refuse_hooks(what, module, "PyTorch's tracer drops it: pass a list of stage modules", _BACKWARD_HOOKS)
 
     def ready(self, inputs: Sequence[Any], counts: Sequence[int]) -> Sequence[nn.Module]:
         """Return the stages for these micro-batches and the model's present state, traced if need be."""
@@ -336,46 +331,43 @@ def split(
     into = require_size("into", len(at) + 1 if at is not None and into is None else into)
     if at is not None and len(at) != into - 1:
         raise SplitError(f"{len(at)} names in at= begin {len(at) + 1} stages, not {into}: leave out into=")
-    if isinstance(model, Stages):
-        if len(model) != into:
-            raise SplitError(
-                f"the model is split into {len(model)} stages, but the plan has {into}: split it into {into}"
-            )
-        return model
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
-    if not isinstance(model, nn.Module):
-        return _given(model, into, by, at)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return _sequential(model, into, by, example, at)
+    if isinstance(model, nn.Module):
+        return _traced(model, into, by, example, at)
+    if not isinstance(model, Stages):
+        return _given(model, into, by, at)
+    if len(model) != into:
+        raise SplitError(f"the model is split into {len(model)} stages, but the plan has {into}: split it into {into}")
+    return model
+
+
+def _traced(model: nn.Module, into: int, by: Balance, example: Any, at: Sequence[str] | None) -> Stages:
+    kind = type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise SplitError(
-            f"{type(model).__name__} runs the whole model on every device: pass the model that it wraps, model.module\n"
+            f"{kind} runs the whole model on every device: pass the model that it wraps, model.module\n"
             "  try: pipelab.replicate(schedule, 2) for data parallelism over pipelines"
         )
     if example is None:
         raise SplitError(
-            f"{type(model).__name__} is not a plain nn.Sequential, so PyTorch's tracer must cut it, and needs an "
-            f"example\n  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list "
-            f"of {into} stage modules"
+            f"{kind} is not a plain nn.Sequential, so PyTorch's tracer must cut it, and needs an example\n"
+            f"  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list of "
+            f"{into} stage modules"
         )
     if unmade([model]):
         raise SplitError(
-            f"{type(model).__name__} is on the meta device and not a plain nn.Sequential: what PyTorch's tracer makes "
-            "is compared with the model, which takes numbers\n"
+            f"{kind} is on the meta device and not a plain nn.Sequential: what PyTorch's tracer makes is compared with "
+            "the model, which takes numbers\n"
             f"  try: a function for each layer, or for each of {into} stages: [make_first, make_second, …]"
         )
     traced = TracedStages(model, opened(example))
-    units = traced.units
-    _require_enough(len(units), into, type(model).__name__, traced.repeated)
-    modules = [unit for _, unit in units]
-    if at is None:
-        bounds = cut(_weights(modules, by, traced.unit_times), into)
-        if by == "layers":
-            _warn_if_uneven(type(model).__name__, modules, bounds)
-    else:
-        bounds = _bounds_at(at, [name for name, _ in units])
-    traced.cut_at([units[start][0] for start, _ in bounds[1:]])
+    bounds = _bounds(dict(traced.units), kind, into, by, at, traced.unit_times, traced.repeated)
+    if at is None and by == "layers":
+        _warn_if_uneven(kind, [unit for _, unit in traced.units], bounds)
+    traced.cut_at([traced.units[start][0] for start, _ in bounds[1:]])
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
 
@@ -392,20 +384,37 @@ def _given(given: object, into: int, by: Balance, at: Sequence[str] | None) -> S
 
 
 def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any, at: Sequence[str] | None) -> Stages:
-    named = list(model._modules.items())  # noqa: SLF001 - `named_children` leaves out a layer that is there twice
-    layers = list(model)
-    _require_enough(len(layers), into, "nn.Sequential")
-    if by == "time" and unmade(layers):
+    if by == "time" and unmade(model):
         raise SplitError("by='time' measures the layers, which are not made yet\n  try: by='parameters', or at= names")
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
-    if at is None:
-        bounds = cut(_weights(layers, by, lambda: layer_times(layers, example)), into)
-    else:
-        bounds = _bounds_at(at, [name for name, _ in named])
+    layers = model._modules  # noqa: SLF001 - `named_children` leaves out a layer that is there twice
+    bounds = _bounds(layers, "nn.Sequential", into, by, at, lambda: layer_times([*model], example))
     # A slice would be of the model's own class. The layers have the model's names, for errors that name a layer.
-    modules = [nn.Sequential(OrderedDict(named[start:stop])) for start, stop in bounds]
+    modules = [nn.Sequential(OrderedDict([*layers.items()][start:stop])) for start, stop in bounds]
     return Stages(model, modules, [len(module) for module in modules])
+
+
+def _bounds(
+    layers: Mapping[str, nn.Module],
+    kind: str,
+    into: int,
+    by: Balance,
+    at: Sequence[str] | None,
+    times: Callable[[], list[float]],
+    repeated: Mapping[str, int] = {},
+) -> list[tuple[int, int]]:
+    """Return the first layer of each stage, and the one past its last."""
+    if len(layers) < into:
+        others = "".join(f"; no stage can begin at {name!r}, which runs {n} times" for name, n in repeated.items())
+        raise SplitError(
+            f"{kind} has {len(layers)} layers, too few for {into} stages: use at most {len(layers)} stages{others}"
+        )
+    if at is not None:
+        return _bounds_at(at, [*layers])
+    if by == "time":
+        return cut(times(), into)
+    return cut([1.0 if by == "layers" else count_parameters(layer) for layer in layers.values()], into)
 
 
 def _bounds_at(at: Sequence[str], names: Sequence[str]) -> list[tuple[int, int]]:
@@ -434,24 +443,8 @@ def _warn_if_uneven(name: str, layers: Sequence[nn.Module], bounds: Sequence[tup
             f"the largest stage of {name} has {short(largest)} parameters, {largest / best:.2g} times the "
             f"{short(best)} that the best cut by parameters leaves it, and a pipeline is as slow as its slowest stage\n"
             "  try: split(…, by='parameters'), by='time', or at= the names of layers",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _require_enough(layers: int, into: int, name: str, repeated: Mapping[str, int] | None = None) -> None:
-    if layers < into:
-        others = "".join(
-            f"; no stage can begin at {each!r}, which runs {n} times" for each, n in (repeated or {}).items()
-        )
-        raise SplitError(f"{name} has {layers} layers, too few for {into} stages: use at most {layers} stages{others}")
-
-
-def _weights(layers: Sequence[nn.Module], by: Balance, times: Callable[[], list[float]]) -> list[float]:
-    if by == "layers":
-        return [1.0] * len(layers)
-    if by == "parameters":
-        return [float(count_parameters(layer)) for layer in layers]
-    return times()
 
 
 # ── Where to cut ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -463,12 +456,7 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def short(count: int) -> str:
-    """Return a number in few characters.
-
-    Example:
-        >>> short(1632), short(12_345), short(999_900), short(1_050_000)
-        ('1632', '12.3k', '1M', '1.05M')
-    """
+    """Return a number in few characters, such as `12.3k`."""
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if count >= max(0.9995 * unit, 10_000):  # three digits of less would be rounded up to four
             return f"{count / unit:.3g}{name}"
@@ -481,24 +469,17 @@ _Parts = tuple[float, float, list[tuple[int, int]]]
 def cut(weights: Sequence[float], into: int) -> list[tuple[int, int]]:
     """Return `(first, past the last)` for each of `into` contiguous parts, none empty.
 
-    The heaviest part is as light as possible. Ties go to the more even cut, then to the one whose first parts are
-    longer: with equal layers, lengths differ by at most one.
-
-    Example:
-        >>> cut([1] * 20, 3)
-        [(0, 7), (7, 14), (14, 20)]
-        >>> cut([5, 1, 1, 1, 1, 1], 2)
-        [(0, 1), (1, 6)]
+    The heaviest part is as light as possible. Ties go to the more even cut, then to longer first parts.
     """
     count, total = len(weights), [0.0, *accumulate(weights)]
     # best[start]: of layers start... in so many parts, the heaviest part, the sum of squares, and the bounds
     loads = [total[count] - before for before in total[:count]]
     best = {start: (load, load**2, [(start, count)]) for start, load in enumerate(loads)}
     for parts in range(2, into + 1):
-        ends = range(count - parts + 1, 0, -1)
+        last = count - parts + 1
         best = {
-            start: min((_longer(total, start, end, best[end]) for end in ends if end > start), key=lambda one: one[:2])
-            for start in range(count - parts + 1)
+            start: min((_longer(total, start, end, best[end]) for end in range(last, start, -1)), key=itemgetter(0, 1))
+            for start in range(last)
         }
     return best[0][2]
 

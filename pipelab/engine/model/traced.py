@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from pipelab.engine.stage.batch import rows_of
-from pipelab.engine.stage.errors import layer_of
+from pipelab.engine.stage.errors import in_short, layer_of
 from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, opened, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
@@ -45,11 +45,7 @@ class Route:
 def cut_graph(
     whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str]
 ) -> list[tuple[fx.GraphModule, Route]]:
-    """Cut the graph of a model where some of its layers start, given in the order in which they run.
-
-    A value that several stages need is computed once, by the first of them. A parameter is read where it is used, under
-    the model's own name.
-    """
+    """Cut a model's graph where some layers start; a value is computed once, by the first stage that needs it."""
     # [1] the stage of every operation: operations between two layers go with the one before
     at = {name: index for index, name in enumerate(layers)}
     first, reached = [at[name] for name in starts], -1
@@ -99,10 +95,7 @@ def _copied(copies: dict[fx.Node, fx.Node], each: Any) -> Any:
 
 
 def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
-    """Move a traced stage to a device: its tensors, and the devices in its graphs.
-
-    Parameters stay the same objects. Buffers become new objects, which replace the model's.
-    """
+    """Move a traced stage and the devices in its graphs; new buffers replace the model's, parameters stay the same."""
 
     def on_device(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
@@ -167,10 +160,7 @@ class _RoutedStage(nn.Module):
         return values[route.sends[0]] if len(route.sends) == 1 else tuple(values[name] for name in route.sends)
 
     def add(self, other: _RoutedStage) -> bool:
-        """Run what another trace made wherever it fits; return whether the shapes of its arguments tell the two apart.
-
-        A stage that takes values of the same shapes in both traces is the same in both, or cannot be told.
-        """
+        """Run what another trace made where it fits; return whether the shapes of its arguments tell the two apart."""
         own, its = (
             _key([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
             for graph in (self.traced.graph, other.traced.graph)
@@ -187,9 +177,7 @@ def _key(values: Sequence[Any]) -> str:
 class TracedStages:
     """A model that PyTorch's tracer cuts, once for each training mode and shape of a micro-batch.
 
-    Its `units` are layers with their names, in the order in which they run: the model's children, and the children of
-    lists, of sequences, and of what holds a list (a decoder with its list of blocks). No stage can begin at a layer
-    that is `repeated`.
+    Its `units` are layers with their names, in the order in which they run. No stage begins at one that is `repeated`.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -217,8 +205,7 @@ class TracedStages:
             except Exception as error:
                 name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(
-                    f"PyTorch's tracer cannot trace {name} with {rows} rows: {type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0]}\n{_RECIPES}"
+                    f"PyTorch's tracer cannot trace {name} with {rows} rows: {in_short(error)}\n{_RECIPES}"
                 ) from error
         own = set(map(id, self._model.parameters()))
         for stage, (part, _) in enumerate(parts):
@@ -281,8 +268,8 @@ class TracedStages:
             ours = self._learned(partial(reduce, lambda made, module: module(made), modules), modules, example)
         except Exception as error:
             raise SplitError(
-                f"the stages that PyTorch's tracer made of {name} do not run: {type(error).__name__}: "
-                f"{str(error).strip().splitlines()[0]}\n  try: a list of stage modules"
+                f"the stages that PyTorch's tracer made of {name} do not run: {in_short(error)}\n"
+                "  try: a list of stage modules"
             ) from error
         instead = "  try: a list of stage modules, which run your own code"
         if lost := functions - ours[2]:
@@ -370,10 +357,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the model's children with their names; lists, sequences, and what holds a list give theirs one by one.
-
-    A part of a list is one layer, unless it holds a list itself.
-    """
+    """Return the model's children with their names; lists, sequences, and what holds a list give theirs instead."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         parts = child.children() if isinstance(model, nn.ModuleList) else child.modules()

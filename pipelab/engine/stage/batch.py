@@ -53,12 +53,7 @@ def rows_of(value: object, what: str) -> int:
 
 
 def row_counts(rows: int, microbatches: int) -> list[int]:
-    """Return how many rows each micro-batch has: as even as possible, the first ones one more.
-
-    Example:
-        >>> row_counts(10, 4)
-        [3, 3, 2, 2]
-    """
+    """Return how many rows each micro-batch has: as even as possible, the first ones one more."""
     if rows < microbatches:
         fewer = f"at most {rows} micro-batch{'es' if rows != 1 else ''}, or " if rows else ""
         raise BatchError(
@@ -116,10 +111,7 @@ def _weight(given: Any, microbatch: int) -> float:
 
 
 class Cut:
-    """How a batch is cut into micro-batches: by rows, and if they are slices, each sequence along `dim` too.
-
-    `sequences` has the micro-batches, in lists of the slices of the same rows; `earlier`, the earlier slices of each.
-    """
+    """How a batch is cut by rows into `sequences`, and those along `dim` into slices, each with its `earlier` ones."""
 
     def __init__(self, plan: Plan, dim: int | None) -> None:
         self.dim = dim
@@ -168,8 +160,7 @@ class Cut:
 def join(pieces: list[Any], dim: int = 0) -> Any:
     """Return the outputs of all micro-batches as one value, rows in the batch's order; or the slices of `dim`.
 
-    A tensor without rows (a scalar beside the predictions, say) becomes one with a row per micro-batch. If replicas of
-    the last stage are on several devices, the result is on the first micro-batch's.
+    A tensor without rows becomes one with a row per micro-batch. All is on the first micro-batch's device.
     """
     if isinstance(pieces[0], torch.Tensor):
         device = pieces[0].device

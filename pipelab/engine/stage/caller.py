@@ -19,13 +19,7 @@ from pipelab.engine.stage.autograd import SavingHooks, saving_hooks
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """The caller's autocast, one for each kind of device, and its hooks on saved tensors.
-
-    Example:
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     CallerContext.capture(["cpu"]).types
-        {torch.bfloat16}
-    """
+    """The caller's autocast, one for each kind of device, and its hooks on saved tensors."""
 
     autocast: tuple[partial[torch.autocast], ...] = ()
     saving: SavingHooks | None = None

@@ -31,11 +31,7 @@ def stage_error(
     *,
     remark: str = "",
 ) -> StageError:
-    """Return an error with its place; the original one is its cause.
-
-    `action` is the one that was running, such as `"1F0"`; `remark` is what the caller should know besides, such as that
-    gradients are partial.
-    """
+    """Return an error with its place, and what the caller should know besides; the original one is its cause."""
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):
         fact = f"{type(error).__name__}: {error}"
@@ -54,12 +50,14 @@ def stage_error(
     return explained
 
 
-def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | None = None) -> str:
-    """Return the layer of a module that raised an error: `"2.1, Linear(…)"`; "" if it was the module itself.
+def in_short(error: BaseException) -> str:
+    """Return an error's class and the first line of its message."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else repr(error)
 
-    A layer that is used several times has all its names; the layer of a traced stage has its name alone.
-    `full` has the whole model's names for the module's.
-    """
+
+def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | None = None) -> str:
+    """Return the layer of a module that raised an error, by all its names: `"2.1, Linear(…)"`; "" if none did."""
     frames = [each for each in traceback.walk_tb(error.__traceback__) if each[0].f_code.co_name == "forward"]
     running = [frame.f_locals.get("self") for frame, _ in reversed(frames)]
     every = [(name, layer) for name, layer in module.named_modules(remove_duplicate=False) if name]

@@ -70,10 +70,7 @@ class Loss:
         return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches], scale=self.scale)
 
     def total(self) -> torch.Tensor:
-        """Return the loss of the whole batch, without dimensions or history.
-
-        If replicas of the last stage are on several devices, it is on the first micro-batch's.
-        """
+        """Return the loss of the whole batch, without dimensions or history, on the first micro-batch's device."""
         known = [(value, weight) for value, weight in zip(self.values, self.weights, strict=True) if value is not None]
         device = known[0][0].device
         values = [(value.reshape(()) if value.dim() else value).to(device) for value, _ in known]
@@ -102,70 +99,49 @@ _AVERAGE_OTHERWISE = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 """Losses that ignore targets and weigh classes; a subclass may have another `forward`."""
 
 
-def require_even_targets(
+def warned_of_targets(
     loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
-) -> None:
-    """Refuse row weights for a loss of PyTorch that does not average over rows.
+) -> bool:
+    """Refuse row weights for a loss of PyTorch's that averages otherwise; return whether one of the user's own may.
 
-    Cross entropy ignores targets equal to `ignore_index`, -100 by default, and multiplies each class by its `weight`:
-    if micro-batches have different shares of those, their average by rows is not the batch's loss.
+    Cross entropy ignores targets equal to `ignore_index`, and multiplies each class by its `weight`: if micro-batches
+    have different shares of those, their average by rows is not the batch's loss. What a loss of the user's own does
+    with -100 cannot be seen from outside. To look at its targets on a GPU would wait for it.
     """
-    if reduction != "mean":
-        return
+    if reduction != "mean" or not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
+        return False
+    ignored, weight, own = _IGNORED, None, False
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
-        ignored, weight, name = loss_fn.ignore_index, loss_fn.weight, type(loss_fn).__name__
-    elif loss_fn is nn.functional.cross_entropy or loss_fn is nn.functional.nll_loss:
-        ignored, weight, name = _IGNORED, None, loss_fn.__name__
-    else:
-        return
-    if not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
-        return
+        ignored, weight = loss_fn.ignore_index, loss_fn.weight
+    elif loss_fn not in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        own = True
+    if own and (type(loss_fn).__module__.startswith("torch.") or any(each.device.type != "cpu" for each in targets)):
+        return False
     shares = [_share(each, ignored, weight) for each in targets]
-    total, rows = sum(shares), sum(counts)
-    if all(
-        abs(share * rows - total * count) <= 1e-6 * total * rows for share, count in zip(shares, counts, strict=True)
-    ):
-        return
-    if weight is None:
-        fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have "
-        fact += ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
-        counted = f"(target != {ignored}).sum()"
-    else:
+    off = [abs(share * sum(counts) - sum(shares) * count) for share, count in zip(shares, counts, strict=True)]
+    if max(off) <= 1e-6 * sum(shares) * sum(counts):
+        return False
+    some = ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
+    if own:
+        warnings.warn(
+            f"of the targets, some are {_IGNORED}, and the micro-batches have {some} others: if your loss averages "
+            "over those alone, reduction='mean', which weighs micro-batches by rows, gives other gradients than the "
+            f"whole batch\n  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of "
+            "target[:, 1:] if your loss shifts them; or reduction=len, if it averages over rows",
+            stacklevel=5,
+        )
+        return True
+    fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have {some}"
+    counted = f"(target != {ignored}).sum()"
+    if weight is not None:
         fact = "multiplies each target by the weight of its class, and the micro-batches have different sums of weights"
         counted = f"weight[target[target != {ignored}]].sum()"
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     raise LossError(
         f"{name} {fact}: reduction='mean', which weighs micro-batches by rows, would give other gradients than the "
         f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
         "nevertheless"
     )
-
-
-def warn_of_ignored(
-    loss_fn: Callable[[Any, Any], torch.Tensor], reduction: Reduction, targets: Sequence[Any], counts: Sequence[int]
-) -> None:
-    """Warn if a loss of the user's own may ignore more targets of one micro-batch than of another.
-
-    What it does with them cannot be seen from outside; of PyTorch's own, `require_even_targets` knows. Targets on a GPU
-    are left alone: to look at them would wait for it.
-    """
-    known = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.")
-    if reduction != "mean" or known or loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss):
-        return
-    if not all(isinstance(each, torch.Tensor) and each.device.type == "cpu" and _are_classes(each) for each in targets):
-        return
-    left = [int((each != _IGNORED).sum()) for each in targets]
-    each_row = [each.numel() // count for each, count in zip(targets, counts, strict=True)]
-    if left == [row * count for row, count in zip(each_row, counts, strict=True)]:  # nothing is -100
-        return
-    if any(one * counts[0] != left[0] * count for one, count in zip(left, counts, strict=True)):
-        warnings.warn(
-            f"of the targets, some are {_IGNORED}, and the micro-batches have {', '.join(map(str, left[:8]))}"
-            f"{', …' if len(left) > 8 else ''} others: if your loss averages over those alone, reduction='mean', which "
-            "weighs micro-batches by rows, gives other gradients than the whole batch\n"
-            f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your "
-            "loss shifts them; or reduction=len, if it averages over rows",
-            stacklevel=5,
-        )
 
 
 def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[Any]) -> None:

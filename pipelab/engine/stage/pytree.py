@@ -21,12 +21,7 @@ def opened(value: Any) -> Any:
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
-    """Return every tensor in a value, in order.
-
-    Example:
-        >>> [tuple(tensor.shape) for tensor in tensors_of({"a": torch.zeros(2), "b": (torch.zeros(3), "text")})]
-        [(2,), (3,)]
-    """
+    """Return every tensor in a value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(opened(value)) if isinstance(leaf, torch.Tensor)]

@@ -33,11 +33,7 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Runners:
-    """The runners of all stages on all their ranks, by stage and rank, and the parameters that several stages use.
-
-    `replicas` are each stage's ranks, the lowest first; `here` has the stages that learn in this process: by default,
-    all.
-    """
+    """The runners of all stages on all their ranks, by stage and rank, and the parameters that several stages use."""
 
     def __init__(
         self,
@@ -137,9 +133,8 @@ class _Replica(Stage):
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a module that computes what this one does now, for another thread.
 
-    Its parameters are new ones that share storage with the module's where the device is the same; their gradients are
-    their own. Its buffers are copies. Whatever else belongs to the module's attributes is shared, but for what refers
-    to one of its parts.
+    Its parameters share storage where the device is the same; its buffers are copies. Any other attribute is shared,
+    but for what refers to one of its parts.
     """
     copies: dict[int, Any] = {}
     parts = list(module.modules())

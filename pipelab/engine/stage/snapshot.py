@@ -14,16 +14,7 @@ from pipelab.engine.stage.pytree import tensors_of
 
 
 class BufferSnapshot:
-    """The buffers of some modules.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> snapshot = BufferSnapshot([norm])
-        >>> _ = norm(torch.randn(4, 2))
-        >>> snapshot.restore()
-        >>> norm.running_mean
-        tensor([0., 0.])
-    """
+    """The buffers of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
@@ -159,14 +150,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor, also into one that shows the same memory several times, as `expand` makes it.
-
-    Example:
-        >>> mask = torch.zeros(1, 2).expand(3, 2)
-        >>> overwrite(mask, torch.ones(3, 2))
-        >>> mask.sum()
-        tensor(6.)
-    """
+    """Copy values into a tensor, also into one that shows the same memory several times, as `expand` makes it."""
     if tensor.layout == torch.strided:
         for dimension, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.shape[dimension] > 1:

@@ -69,11 +69,7 @@ class Stage:
         self.clones_input = any(getattr(part, "inplace", False) for part in module.modules())
 
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
-        """Run one micro-batch forward; return the output, which the next stage must detach.
-
-        The model's output is detached here: with its history, it would hold the last stage's inputs until the step's
-        end.
-        """
+        """Run one micro-batch forward; return the output, which the next stage must detach."""
         again = microbatch in self.recomputed
         before = _versions(given) if again else []
         with torch.no_grad() if again else nullcontext():
@@ -100,10 +96,7 @@ class Stage:
         return output
 
     def recompute(self, microbatch: int, _given: None, kept: dict[int, Any], loss: Loss) -> None:
-        """Run one micro-batch forward again (`C`), from the input that its forward kept, and keep what `B` needs.
-
-        What the stage writes into its buffers is lost, as its forward has written it.
-        """
+        """Run one micro-batch forward again (`C`) from its kept input, for `B`; what it writes into buffers is lost."""
         (given,) = kept.pop(microbatch)
         buffers = {name: each.clone() for name, each in self.module.named_buffers()}
         output = self._run(microbatch, given, kept, buffers)
@@ -263,11 +256,7 @@ def _as_sent(gradients: list[torch.Tensor | None]) -> Any:
 
 
 def _leaves(given: Any) -> tuple[Any, list[torch.Tensor | None]]:
-    """Return the input with new leaves for its tensors, and those leaves; `None` for a tensor without gradient.
-
-    Integers have no gradient, nor have the outputs of frozen stages alone, so that a loss which depends on nothing else
-    has no history.
-    """
+    """Return the input with new leaves for its tensors, and those leaves; `None` for a tensor without gradient."""
     if isinstance(given, torch.Tensor):
         leaf = given.detach().requires_grad_(given.requires_grad)
         return leaf, [leaf if leaf.requires_grad else None]

@@ -62,14 +62,7 @@ class Tied:
 
 
 def ties_of(modules: Sequence[nn.Module]) -> list[Tied]:
-    """Return the parameters that more than one of these stages uses.
-
-    Example:
-        >>> stages = [nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 3, bias=False)]
-        >>> stages[2].weight = stages[0].weight
-        >>> [tied.stages for tied in ties_of(stages)]
-        [(0, 2)]
-    """
+    """Return the parameters that more than one of these stages uses."""
     places: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
     for stage, module in enumerate(modules):
         for part in module.modules():

@@ -6,22 +6,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipelab.engine.verify.reference import Evidence, Gradients, Sizes, listed
-
-_MOST_TIMES = 8
-"""A micro-batch that seems to count more often than this does not count a whole number of times."""
-
-_MOST_COUNTS = 16
+from pipelab.engine.verify.reference import Counts, Evidence, Gradients, listed, shown
 
 
 class Finding(NamedTuple):
@@ -44,147 +38,114 @@ class Cause(NamedTuple):
 # ── What counts say ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """Wrong counts; those that differ by at most `slack` are equal, and NaN says nothing."""
-
-    counts: torch.Tensor
-    slack: float
-    sizes: Sizes
-
-    @property
-    def relative_slack(self) -> float:
-        return self.slack / float(self.counts[self.counts.isfinite()].abs().max())
-
-    @property
-    def shown(self) -> str:
-        numbers = self.counts[:_MOST_COUNTS].tolist()
-        words = ("-" if math.isnan(count) else f"{round(count, 3) + 0.0:g}" for count in numbers)
-        return f"they count {' '.join(words)}{' …' * (len(self.counts) > _MOST_COUNTS)} times"
-
-    def whole_times(self) -> tuple[torch.Tensor, float | None]:
-        """Return how many whole times each micro-batch counts, and the factor besides; `None` if they do not."""
-        least = self.counts[self.counts.abs() > self.slack].abs().min()
-        times = (self.counts / least).round()
-        if (times.abs() > _MOST_TIMES).any():
-            return times, None
-        return times, self.multiple_of(times)
-
-    def multiple_of(self, pattern: torch.Tensor) -> float | None:
-        """Return by which factor the counts are a pattern; `None` if they are not."""
-        live = self.counts.isfinite() & pattern.isfinite()
-        found, pattern = self.counts[live], pattern[live].double()
-        factor = float(found @ pattern / (pattern @ pattern))
-        return factor if float((found - factor * pattern).abs().max()) <= self.slack else None
-
-    def known(self, factor: float) -> bool:
-        return self.sizes.known(factor, self.relative_slack)
-
-
-def named(counts: torch.Tensor, slack: float, sizes: Sizes) -> Finding:
+def named(counts: Counts) -> Finding:
     """Return what wrong counts say.
 
     Example:
+        >>> from pipelab.engine.verify.reference import Sizes
         >>> sizes = Sizes([2, 2, 2, 2], [0.25] * 4, replicas=1, tokens={})
-        >>> for counts in ([4.0, 4, 4, 4], [0.0, 0, 0, 1], [1.0, 2, 1, 1], [0.5, 1, 2, 4]):
-        ...     print(*named(torch.tensor(counts), 1e-3, sizes)[::2])
+        >>> for numbers in ([4.0, 4, 4, 4], [0.0, 0, 0, 1], [1.0, 2, 1, 1], [0.5, 1, 2, 4]):
+        ...     print(*named(Counts(torch.tensor(numbers).double(), 1e-3, sizes))[::2])
         times-microbatches 4.0
         missing-microbatches 1.0
         repeated-microbatches 1.0
         moving-average 2.0
     """
-    counted = _Counted(counts.double(), slack, sizes)
     for look in (_one_factor, _other_shares, _moving_average, _whole_times):
-        if found := look(counted):
+        if found := look(counts):
             return found
-    return finding("other-weights", counted.shown)
+    return finding("other-weights", counts.shown)
 
 
-def _one_factor(counted: _Counted) -> Finding | None:
-    """Find one factor of all gradients: it may be a number of the step, or several."""
-    factor, sizes = counted.multiple_of(torch.ones(len(counted.counts))), counted.sizes
+def _one_factor(counts: Counts) -> Finding | None:
+    """Find one factor of all gradients."""
+    factor = counts.multiple_of(torch.ones(len(counts.numbers)))
     if not factor:
         return None
-    slack, multiplied = counted.relative_slack, abs(factor) > 1
-    size = abs(factor) if multiplied else 1 / abs(factor)
-    known = sizes.called(size, slack)
-    size = round(size) if known else size
-    words = f"{size:.6g} times plain training's" if multiplied else f"plain training's divided by {size:.6g}"
-    words += f": {size} is {', and '.join(number.what for number in known)}" if known else ""
-    codes = {number.times if multiplied else number.divided for number in known}
-    code = codes.pop() if len(codes) == 1 else "scaled"
-    limit = float(f"{sizes.norm:.1g}")
-    if not known and 0 < factor < 1 and limit and abs(sizes.norm / limit - 1) <= slack:
-        code, words = "clipped", f"{words}: clipped to a norm of {limit:g}"
-    exact = math.copysign(size if multiplied else 1 / size, factor)
+    code, size, words = _of_a_factor(counts, abs(factor))
     if factor > 0:
-        return Finding(code, f"The gradients are {words}.", exact)
-    if abs(factor + 1) <= slack:
+        return Finding(code, f"The gradients are {words}.", size)
+    if abs(factor + 1) <= counts.relative_slack:
         return Finding("sign", "The gradients are plain training's with the wrong sign.", -1.0)
-    return Finding("sign", f"The gradients have the wrong sign, and are {words}.", exact)
+    return Finding("sign", f"The gradients have the wrong sign, and are {words}.", -size)
 
 
-def _other_shares(counted: _Counted) -> Finding | None:
+def _of_a_factor(counts: Counts, factor: float) -> tuple[str, float, str]:
+    """Return the code of a factor, the exact factor, and what it is: a number of the step, several, or none."""
+    size, slack = max(factor, 1 / factor), counts.relative_slack
+    known = counts.sizes.called(size, slack)
+    size = round(size) if known else size
+    words = f"{size:.6g} times plain training's" if factor > 1 else f"plain training's divided by {size:.6g}"
+    codes = {number.times if factor > 1 else number.divided for number in known}
+    code = codes.pop() if len(codes) == 1 else "scaled"
+    if known:
+        words += f": {size} is {', and '.join(number.what for number in known)}"
+    norm = float(f"{counts.sizes.norm:.1g}")
+    if not known and factor < 1 and norm and abs(counts.sizes.norm / norm - 1) <= slack:
+        code, words = "clipped", f"{words}: clipped to a norm of {norm:g}"
+    return code, float(size) if factor > 1 else 1 / size, words
+
+
+def _other_shares(counts: Counts) -> Finding | None:
     """Find weights of micro-batches that are not their shares in the loss of the batch."""
-    shares = counted.sizes.shares
+    shares = counts.sizes.shares
     weights: list[tuple[str, Sequence[float], tuple[object, ...]]] = [
         ("weighed-alike", [1.0] * len(shares), ()),
-        ("weighed-by-rows", counted.sizes.rows, ()),
-        *(("weighed-by-replicas", own, (replicas,)) for replicas, own in counted.sizes.apart()),
+        ("weighed-by-rows", counts.sizes.rows, ()),
+        *(("weighed-by-replicas", own, (replicas,)) for replicas, own in counts.sizes.apart()),
     ]
     for code, own, about in weights:
-        factor = counted.multiple_of(torch.tensor(own) / sum(own) / torch.tensor(shares))
-        if factor and counted.known(factor):
-            shown = " ".join(f"{round(share, 3):g}" for share in shares[:_MOST_COUNTS])
-            return finding(code, shown + " …" * (len(shares) > _MOST_COUNTS), *about, factor=factor)
+        factor = counts.multiple_of(torch.tensor(own) / sum(own) / torch.tensor(shares))
+        if factor and counts.known(factor):
+            return finding(code, shown(shares), *about, factor=factor)
     return None
 
 
-def _moving_average(counted: _Counted) -> Finding | None:
+def _moving_average(counts: Counts) -> Finding | None:
     """Find a division that is repeated, unless some micro-batches only count more often than others."""
-    times, factor = counted.whole_times()
+    times, factor = counts.whole_times()
     two_kinds = len(times[times.isfinite()].unique()) == 2
-    if factor is not None and factor >= 1 - counted.slack and counted.known(factor) and two_kinds:
+    if factor is not None and factor >= 1 - counts.slack and counts.known(factor) and two_kinds:
         return None
-    for divisor, steps in _averages(counted):
+    for divisor, steps in _averages(counts):
         each_time = "each micro-batch" if steps == 1 else f"each {steps} micro-batches"
-        return finding("moving-average", each_time, f"{divisor:.4g}", counted.shown, factor=divisor)
+        return finding("moving-average", each_time, f"{divisor:.4g}", counts.shown, factor=divisor)
     return None
 
 
-def _averages(counted: _Counted) -> Iterator[tuple[float, int]]:
+def _averages(counts: Counts) -> Iterator[tuple[float, int]]:
     """Find a divisor that was applied again after every so many micro-batches; yield it, and how many.
 
     The first division may come with the second addition, as in `grad = (grad + new) / 2`.
     """
-    counts, many = counted.counts, len(counted.counts)
+    numbers, many = counts.numbers, len(counts.numbers)
     for steps in (number for number in range(1, many) if many % number == 0):
         later = many // steps - 1 - torch.arange(many) // steps
-        last = int(counts.isfinite().nonzero()[-1])
-        earlier = (counts.isfinite() & (later > later[last])).nonzero().flatten()
-        ratio = float(counts[last] / counts[earlier[-1]]) if len(earlier) else 0.0
-        if not 1 < ratio < float(counts[last].abs()) / counted.slack:
+        last = int(numbers.isfinite().nonzero()[-1])
+        earlier = (numbers.isfinite() & (later > later[last])).nonzero().flatten()
+        ratio = float(numbers[last] / numbers[earlier[-1]]) if len(earlier) else 0.0
+        if not 1 < ratio < float(numbers[last].abs()) / counts.slack:
             continue
         divisor = ratio ** (1 / float(later[earlier[-1]] - later[last]))
         for most in (many // steps - 1, many // steps - 2):
-            if most and counted.multiple_of(divisor ** -later.clamp(max=most).double()):
+            if most and counts.multiple_of(divisor ** -later.clamp(max=most).double()):
                 yield divisor, steps
 
 
-def _whole_times(counted: _Counted) -> Finding | None:
+def _whole_times(counts: Counts) -> Finding | None:
     """Find micro-batches that never count, several times, or with the wrong sign."""
-    times, factor = counted.whole_times()
+    times, factor = counts.whole_times()
     if not factor:
         return None
-    among, shown = len(times) - 1, counted.shown
-    if negative := _where(times < 0):
-        words = f"Of micro-batches 0 to {among}, {listed(negative)} with the wrong sign: {shown}."
+    among = len(times) - 1
+    negative, none, once, more = map(_where, (times < 0, times == 0, times == 1, times > 1))
+    if negative:
+        words = f"Of micro-batches 0 to {among}, {listed(negative)} with the wrong sign: {counts.shown}."
         return Finding("sign", words, factor, negative)
-    none, once, more = _where(times == 0), _where(times == 1), _where(times > 1)
     if not more:
-        return finding("missing-microbatches", among, listed(once), shown, factor=factor, microbatches=once)
+        return finding("missing-microbatches", among, listed(once), counts.shown, factor=factor, microbatches=once)
     repeated = f"{listed(more)} repeatedly" + (f", and {listed(none)} never" if none else "")
-    return finding("repeated-microbatches", among, repeated, shown, factor=factor, microbatches=more)
+    return finding("repeated-microbatches", among, repeated, counts.shown, factor=factor, microbatches=more)
 
 
 def _where(which: torch.Tensor) -> tuple[int, ...]:
@@ -195,9 +156,9 @@ def _where(which: torch.Tensor) -> tuple[int, ...]:
 
 
 def _other_mode(e: Evidence) -> list[str]:
-    layers, modes = dict(e.trial.model.named_modules()), {call[:2] for call in e.before.ran}
-    odd = {call[:2] for call in e.during.ran if isinstance(layers.get(call[0]), (_BatchNorm, _DropoutNd))} - modes
-    return [f"{name} in {'training' if training else 'evaluation'}" for name, training in sorted(odd)]
+    layers, odd = dict(e.trial.model.named_modules()), sorted(e.during.modes - e.before.modes)
+    known = [(name, training) for name, training in odd if isinstance(layers.get(name), (_BatchNorm, _DropoutNd))]
+    return [f"{name} in {'training' if training else 'evaluation'}" for name, training in known]
 
 
 def _more_often(e: Evidence) -> list[str]:
@@ -209,17 +170,17 @@ def _norm_of_groups(e: Evidence) -> str:
     norms = dict[float, float]()
     for name, factor in e.wrong.items():
         group = round(factor or math.inf, 4)
-        norms[group] = math.hypot(norms.get(group, 0.0), float(e.left[name].norm()))
+        norms[group] = math.hypot(norms.get(group, 0.0), e.left.norms[name])
     most = max(norms.values())
     return f"{most:.4g}" if max(norms) < 1 and most <= 1.001 * min(norms.values()) else ""
 
 
 def _tied(e: Evidence) -> list[str]:
-    uses = dict[nn.Parameter, list[str]]()
-    for name, parameter in e.trial.model.named_parameters(remove_duplicate=False):
-        uses.setdefault(parameter, []).append(name)
-    tied = [name for names in uses.values() if len(names) > 1 and names[0] in e.wrong for name in names]
-    return tied if {*e.wrong} <= {*tied} else []
+    wrong = {e.trial.model.get_parameter(name) for name in e.wrong}
+    every = [(name, parameter) for name, parameter in e.trial.model.named_parameters(remove_duplicate=False)]
+    uses = Counter(parameter for _, parameter in every)
+    tied = all(uses[parameter] > 1 for parameter in wrong)
+    return [name for name, parameter in every if tied and parameter in wrong]
 
 
 def _decay(e: Evidence) -> str:
@@ -232,7 +193,8 @@ def _decay(e: Evidence) -> str:
 def _shift(e: Evidence) -> str:
     rows, (x, y) = e.sizes.rows, e.batch
     for by in (rows[0], -rows[0], 1, -1):
-        if e.rounding(e.left - e.trial.plainly(x, e.trial.taken(y, range(by, by + sum(rows))))):
+        shifted = e.trial.taken(y, range(by, by + sum(rows)))
+        if e.rounding(e.left - e.trial.plainly(x, shifted)):
             return f"{abs(by)} {'further on' if by > 0 else 'before'}"
     return ""
 
@@ -248,14 +210,14 @@ def _swapped(e: Evidence) -> list[str]:
 
 
 def _border(e: Evidence) -> str:
-    wrong, right = ({n.rpartition(".")[0] for n in e.plain if (n in e.wrong) is kind} for kind in (True, False))
-    layers = [*dict.fromkeys(name.rpartition(".")[0] for name in e.plain)]
-    later = {*layers[len(wrong) :]}
-    return layers[len(wrong)] if later and later == right - wrong and not wrong & right else ""
-
-
-def _kept(e: Evidence) -> bool:
-    return e.rounding(e.trial.stepped(*e.batch) - e.left - e.plain)
+    layers = dict[str, set[bool]]()  # whether gradients of each are wrong
+    for name in e.plain:
+        layers.setdefault(name.rpartition(".")[0], set()).add(name in e.wrong)
+    states = [*layers.values()]
+    wrong = states.count({True})
+    if {False} not in states or states != [{True}] * wrong + [{False}] * (len(states) - wrong):
+        return ""
+    return [*layers][wrong]
 
 
 def _random(e: Evidence) -> bool:
@@ -277,14 +239,6 @@ def _other_batch(e: Evidence) -> str:
     rest = (left - plain) - (e.left - e.plain)
     same = e.rounding(rest) and not _random(e)
     return "is wrong by the same: it adds gradients of yet another batch, or of a penalty" if same else ""
-
-
-def _changed(e: Evidence) -> list[str]:
-    return sorted(e.during.changed)
-
-
-def _own(e: Evidence) -> list[str]:
-    return [*(e.plain.keys() - e.wrong)]
 
 
 def _stale(e: Evidence) -> bool:
@@ -347,7 +301,9 @@ CAUSES = {
     "other-mode": Cause(
         "Layers run in another mode than the model's: {}.", "call model.train() or .eval()", _other_mode
     ),
-    "weights-change": Cause("Weights change before a forward of their layers: {}.", _STEP_ONCE, _changed),
+    "weights-change": Cause(
+        "Weights change before a forward of their layers: {}.", _STEP_ONCE, lambda e: sorted(e.during.changed)
+    ),
     "stage-twice": Cause("These layers run more often than the others: {}.", _CALLED_TWICE, _more_often),
     "clipped": Cause("Groups of gradients are clipped, each to a norm of {}.", _CLIP_ONCE, _norm_of_groups),
     "tied-weights": Cause(
@@ -356,12 +312,20 @@ CAUSES = {
     "weight-decay": Cause("The gradients contain {} times the weights.", "leave it to the optimizer", _decay),
     "other-targets": Cause("Outputs meet the targets of other rows: {}.", "number micro-batches in both", _shift),
     "swapped": Cause("Gradients are swapped: {}.", "look for a flat buffer that is cut in another order", _swapped),
-    "no-zero-grad": Cause("When it runs again, the step adds to what it has left before.", _EMPTY, _kept),
+    "no-zero-grad": Cause(
+        "When it runs again, the step adds to what it has left before.",
+        _EMPTY,
+        lambda e: e.rounding(e.trial.stepped(*e.batch) - e.left - e.plain),
+    ),
     "other-batch": Cause("On another batch, the step {}.", "look for a batch of another step", _other_batch),
     "stale-weights": Cause("With new weights the step leaves older gradients: it computes with a copy.", _COPY, _stale),
     "random-numbers": Cause("With other random numbers, the step leaves other gradients.", _NOISE, _random),
     "passed-back": Cause("From {0} to the loss all is right: what {0} passes back is wrong, or lost.", _BACK, _border),
-    "only-their-own": Cause("What they pass back is right, and their own gradients are wrong.", _OWN, _own),
+    "only-their-own": Cause(
+        "What they pass back is right, and their own gradients are wrong.",
+        _OWN,
+        lambda e: [*(e.plain.keys() - e.wrong)],
+    ),
     "unexplained": Cause(hint="look for another loss, and for a stage that computes something else"),
     # what `verify` says of a pipeline
     "remembers": Cause(
@@ -397,6 +361,12 @@ CAUSES = {
 def finding(code: str, *found: object, factor: float | None = None, microbatches: tuple[int, ...] = ()) -> Finding:
     """Return a cause of the table, with what was found in its sentence."""
     return Finding(code, CAUSES[code].words.format(*found), factor, microbatches)
+
+
+def said(code: str, *found: object, **more: object) -> str:
+    """Return a cause of the table and what to try, as the lines of an error."""
+    words, hint = CAUSES[code].words.format(*found), CAUSES[code].hint.format(**more)
+    return (f"  {words}\n" if words else "") + f"  try: {hint}"
 
 
 def cause_of(evidence: Evidence, share: str) -> Finding:

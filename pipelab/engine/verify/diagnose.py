@@ -24,11 +24,11 @@ from torch import nn
 from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
-from pipelab.engine.verify.causes import CAUSES, Finding, cause_of, finding, named
+from pipelab.engine.verify.causes import CAUSES, Cause, Finding, cause_of, finding, named
 from pipelab.engine.verify.reference import (
     NEARBY,
+    Counts,
     Evidence,
-    Fit,
     LossFunction,
     Sizes,
     Trial,
@@ -36,6 +36,7 @@ from pipelab.engine.verify.reference import (
     nearby_weights,
     products,
     rest_of,
+    rounding_of,
     seen,
     unproven_of,
 )
@@ -47,9 +48,6 @@ cuts its batch otherwise; a micro-batch too many is above it, unless there are a
 
 _MOST_ROUNDING = 0.1
 """With a larger tolerance than this, nothing can be named."""
-
-_OFF = 0.1
-"""A count that is further from 1 is wrong in coarse types too, if it explains half of the difference."""
 
 
 class Compared(NamedTuple):
@@ -164,8 +162,7 @@ def diagnose(
     modules = [module for module in (model, loss_fn, *trained) if isinstance(module, nn.Module)]
     with restored(modules, [x, y]) as rewind:
         trial = Trial(step, model, modules, learning, forward or model, loss_fn, counts, reduction, rewind, repeat)
-        evidence, remarks = _evidence(trial, [model, *trained], (x, y), replicas)
-        return _Report(evidence, remarks).diagnosis()
+        return _diagnosis(_evidence(trial, [model, *trained], (x, y), replicas))
 
 
 def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -175,44 +172,40 @@ def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Pa
         raise UsageError("no parameter of the model requires a gradient: there is nothing to compare")
     if not trained:
         return own
-    names = {id(parameter): name for name, parameter in own.items()}
-    found: dict[str, nn.Parameter] = {}
-    for given, parameter in (pair for module in trained for pair in module.named_parameters()):
-        name = names.get(id(parameter), given.replace("_orig_mod.", "").removeprefix("module."))
-        if parameter.requires_grad and not (name in own and torch.equal(own[name].cpu(), parameter.cpu())):
+    names, found = {parameter: name for name, parameter in own.items()}, dict[str, nn.Parameter]()
+    for given, parameter in (
+        (*each,) for module in trained for each in module.named_parameters() if each[1].requires_grad
+    ):
+        name = names.get(parameter, given.replace("_orig_mod.", "").removeprefix("module."))
+        if name not in own or not torch.equal(own[name].cpu(), parameter.cpu()):
             why = "has other weights than the model's" if name in own else "is none of the model's that learn"
             raise UsageError(f"{given} in trained {why}\n  try: load the model's state_dict into it first")
-        if parameter.requires_grad:
-            found[name] = parameter
+        found[name] = parameter
     return found
 
 
-def _evidence(
-    trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any], replicas: int
-) -> tuple[Evidence, list[str]]:
-    """Run plain training and the step; return what is known, and what cannot be verified."""
+def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any], replicas: int) -> Evidence:
+    """Run plain training and the step; return what is known."""
     start = RandomSnapshot()
     with seen(watched) as before:
-        plain, shares = trial.each_alone(*batch)
-    remarks = [f"not verified: {reason}" for reason in unproven_of(trial.model, RandomSnapshot() != start)]
+        alone, shares = trial.each_alone(*batch)
+    unproven = unproven_of(trial.model, RandomSnapshot() != start)
     with seen(watched) as during:
         left = trial.stepped(*batch, again=False)
     coarse = (during.types - before.types) & {torch.bfloat16, torch.float16}
     if coarse:  # the step's own: plain training in other types would differ by more than its rounding
         trial = replace(trial, types=frozenset(coarse))
-        plain, shares = trial.each_alone(*batch)
+        alone, shares = trial.each_alone(*batch)
     types = during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
-    tolerance = max(_TOLERANCE, *(8 * float(torch.finfo(kind).eps) for kind in types))
-    tables = {name: products([*plain[name], gradient]) for name, gradient in left.items()}
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
-    evidence = Evidence(trial, batch, left, trial.summed(plain), tables, before, during, sizes, tolerance, types)
+    plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(types))
+    evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, unproven)
     for seed in range(NEARBY if evidence.most > tolerance else 0):
         with nearby_weights([trial.model], seed, 0.0):
             near = trial.plainly(*batch)
-        moved = replace(evidence, tables={name: products([*plain[name], near[name]]) for name in tables})
-        tolerance = max(tolerance, 4 * moved.most)
-    return replace(evidence, tolerance=tolerance), remarks
+        tolerance = max(tolerance, 4 * replace(evidence, tables=products(alone, near)).most)
+    return replace(evidence, tolerance=tolerance)
 
 
 def _tokens(y: Any, loss_fn: object) -> dict[int, str]:
@@ -227,109 +220,98 @@ def _tokens(y: Any, loss_fn: object) -> dict[int, str]:
 # ── What the evidence says ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Report:
-    """The evidence of a step, and what cannot be verified of it."""
-
-    evidence: Evidence
-    remarks: list[str]
-
-    def diagnosis(self) -> Diagnosis:
-        """Find the parameters that are wrong, and explain those that have a gradient."""
-        e, tables = self.evidence, self.evidence.tables
-        if not all(bool(table.isfinite().all()) for table in tables.values()):
-            plain = all(bool(table[:-1, :-1].isfinite().all()) for table in tables.values())
-            where = "Gradients of the step" if plain else "Gradients of plain training, without the step,"
-            return self._result(finding("not-finite", where))
-        rest = e.rest(e.ones)
-        if max(rest.values()) > _TOLERANCE and e.tolerance > _MOST_ROUNDING:
-            return self._result(finding("rounding"))
-        fit = e.fit(tables)
-        wrong = [name for name, off in rest.items() if off > e.tolerance] or _miscounted(e, fit)
-        silent = [name for name in wrong if not tables[name][-1, -1]]
-        if silent and not any(table[-1, -1] for table in tables.values()):
-            return self._result(finding("no-gradients"), wrong=silent)
-        loud = [name for name in wrong if name not in silent]
-        found, silent = self._explained(loud, silent) if loud else (self._right(fit, silent), silent)
-        if not silent:
-            return found
-        first = self._result(finding("missing-gradients", listed(silent))).sentence
-        others = f"Of the others: {found}" if loud else "The others are right."
-        return replace(found, code="missing-gradients", sentence=f"{first}\n{others}")
-
-    def _right(self, fit: Fit, silent: list[str]) -> Diagnosis:
-        e, many = self.evidence, f"{len(fit.counts)} micro-batch{'es' * (len(fit.counts) > 1)}"
-        words = f"All {len(e.tables)} gradients match plain training with the same {many} within {e.most:.1e}"
-        coarse = sorted(str(kind).removeprefix("torch.") for kind in e.types if torch.finfo(kind).eps > 1e-6)
-        words += f", in {', '.join(coarse)}." if coarse else "."
-        if (fit.unclear or _farthest(fit) > max(_OFF, fit.slack)) and e.most > _TOLERANCE:
-            words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
-        return self._result(Finding("right", words, 1.0), e.ones, e.most, silent)
-
-    def _explained(self, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
-        """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
-        e, fit = self.evidence, self.evidence.fit(names)
-        left = e.rest(fit.counts)
-        worst = max(names, key=lambda name: left[name])
-        if left[worst] > e.tolerance:
-            factors = e.factors()
-            strict = min(e.tolerance, left[worst] / 8)  # an explanation leaves little
-            more = replace(e, tolerance=strict, wrong={n: factors[n] for n in e.tables if n in {*names, *silent}})
-            found = cause_of(more, f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch.")
-            return self._result(found, fit.counts, left[worst], [*names, *silent]), silent
-        others = [name for name, table in e.tables.items() if name not in silent and table.any()]
-        about = names if any(left[name] > e.tolerance for name in others) else others
-        norm = math.sqrt(float(e.table(names)[-1, -1]))
-        sizes = replace(e.sizes, norm=norm, backwards=e.during.backwards(about))
-        found = _unclear(e, names, fit) if fit.unclear else named(fit.counts, fit.slack, sizes)
-        fit.counts[fit.unclear] = math.nan
-        still = [name for name in silent if left[name] > e.tolerance]
-        return self._result(found, fit.counts, left[worst], [*about, *still]), still
-
-    def _result(
-        self, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0, wrong: Sequence[str] = ()
-    ) -> Diagnosis:
-        """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
-        e = self.evidence
-        hint = CAUSES[found.code].hint if found.code in CAUSES else ""
-        hint = hint.format(microbatches=len(e.sizes.rows), replicas=e.sizes.replicas)
-        remarks = self.remarks * (found.code in ("right", "unexplained", "no-gradients"))
-        parameters = _compared(e, {*wrong}) if found.code not in ("not-finite", "rounding") else {}
-        sentence = "\n".join([found.words, *_grouped(parameters), *remarks, *([f"  try: {hint}"] if hint else [])])
-        numbers = () if counts is None else tuple(round(count, 6) for count in counts.tolist())
-        return Diagnosis(found.code, sentence, found.factor, found.microbatches, parameters, numbers, residual)
+def _diagnosis(e: Evidence) -> Diagnosis:
+    """Find the parameters that are wrong, and explain those that have a gradient."""
+    if incomparable := _incomparable(e):
+        return _with_words(e, incomparable)
+    counts = e.fit(e.tables)
+    wrong = [name for name, off in e.rest(e.ones).items() if off > e.tolerance] or _miscounted(e, counts)
+    silent = [name for name in wrong if not e.tables[name][-1, -1]]
+    if silent and not any(table[-1, -1] for table in e.tables.values()):
+        return _with_words(e, finding("no-gradients"), wrong=silent)
+    loud = [name for name in wrong if name not in silent]
+    found, silent = _explained(e, loud, silent) if loud else (_right(e, counts, silent), silent)
+    if not silent:
+        return found
+    first = _with_words(e, finding("missing-gradients", listed(silent))).sentence
+    others = f"Of the others: {found}" if loud else "The others are right."
+    return replace(found, code="missing-gradients", sentence=f"{first}\n{others}")
 
 
-def _farthest(fit: Fit) -> float:
-    """Return how far from 1 the count is that is farthest, of those that are clear."""
-    off = (fit.counts - 1).abs().nan_to_num(0.0)
-    off[fit.unclear] = 0.0
-    return float(off.max())
+def _incomparable(e: Evidence) -> Finding | None:
+    tables = e.tables.values()
+    if not all(table.isfinite().all() for table in tables):
+        plain = all(table[:-1, :-1].isfinite().all() for table in tables)
+        where = "Gradients of the step" if plain else "Gradients of plain training, without the step,"
+        return finding("not-finite", where)
+    return finding("rounding") if e.most > _TOLERANCE and e.tolerance > _MOST_ROUNDING else None
 
 
-def _miscounted(e: Evidence, fit: Fit) -> list[str]:
+def _right(e: Evidence, counts: Counts, silent: list[str]) -> Diagnosis:
+    many = f"{len(e.sizes.rows)} micro-batch{'es' * (len(e.sizes.rows) > 1)}"
+    coarse = sorted(str(kind).removeprefix("torch.") for kind in e.types if torch.finfo(kind).eps > 1e-6)
+    types = f", in {', '.join(coarse)}" if coarse else ""
+    words = f"All {len(e.tables)} gradients match plain training with the same {many} within {e.most:.1e}{types}."
+    if (counts.unclear or counts.are_off) and e.most > _TOLERANCE:
+        words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
+    return _with_words(e, Finding("right", words, 1.0), e.ones, e.most, silent)
+
+
+def _explained(e: Evidence, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
+    """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
+    counts = e.fit(names)
+    left = e.rest(counts.numbers)
+    worst = max(names, key=lambda name: left[name])
+    if left[worst] > e.tolerance:
+        wrong, strict = [*names, *silent], min(e.tolerance, left[worst] / 8)  # an explanation leaves little
+        factors = e.factors()
+        more = replace(e, tolerance=strict, wrong={name: factors[name] for name in e.tables if name in wrong})
+        found = cause_of(more, f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch.")
+        return _with_words(e, found, counts.numbers, left[worst], wrong), silent
+    others = [name for name, table in e.tables.items() if name not in silent and table.any()]
+    about = names if any(left[name] > e.tolerance for name in others) else others
+    found = _unclear(e, names, counts) if counts.unclear else named(counts)
+    counts.numbers[[*counts.unclear]] = math.nan
+    still = [name for name in silent if left[name] > e.tolerance]
+    return _with_words(e, found, counts.numbers, left[worst], [*about, *still]), still
+
+
+def _with_words(
+    e: Evidence, found: Finding, counts: torch.Tensor | None = None, residual: float = 0.0, wrong: Sequence[str] = ()
+) -> Diagnosis:
+    """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
+    parameters = _compared(e, wrong) if found.code not in ("not-finite", "rounding") else {}
+    lines = [found.words, *_grouped(parameters)]
+    if found.code in ("right", "unexplained", "no-gradients"):
+        lines += [f"not verified: {reason}" for reason in e.unproven]
+    if hint := CAUSES.get(found.code, Cause()).hint:
+        lines.append("  try: " + hint.format(microbatches=len(e.sizes.rows), replicas=e.sizes.replicas))
+    numbers = () if counts is None else tuple(round(count, 6) for count in counts.tolist())
+    return Diagnosis(found.code, "\n".join(lines), found.factor, found.microbatches, parameters, numbers, residual)
+
+
+def _miscounted(e: Evidence, counts: Counts) -> list[str]:
     """Return the parameters, if counts are wrong where rounding may change a gradient by more.
 
     Rounding falls on all elements nearly at random, so it hardly changes counts.
     """
     table = e.table(e.tables)
-    explains = 2 * rest_of(table, fit.counts) < rest_of(table, e.ones)
-    wrong = _farthest(fit) > max(_OFF, fit.slack) and explains
-    return [name for name, own in e.tables.items() if own[-1, -1]] if wrong else []
+    explains = 2 * rest_of(table, counts.numbers) < rest_of(table, e.ones)
+    return [name for name, own in e.tables.items() if own[-1, -1] and explains and counts.are_off]
 
 
-def _unclear(e: Evidence, names: list[str], fit: Fit) -> Finding:
+def _unclear(e: Evidence, names: list[str], counts: Counts) -> Finding:
     """Say that micro-batches cannot be told apart, and of what the gradients are a multiple, if they are."""
     table = e.table(names)
     factor = float(table[-1, :-1].sum() / table[:-1, :-1].sum())
     alike = e.rest(factor * e.ones)
     multiple = all(alike[name] <= e.tolerance for name in names)
     fact = f"The gradients are {factor:.6g} times plain training's" if multiple else "The gradients are wrong"
-    about = tuple(fit.unclear)
+    about = counts.unclear
     return finding("collinear", fact, listed(about), factor=factor if multiple else None, microbatches=about)
 
 
-def _compared(e: Evidence, wrong: set[str]) -> dict[str, Compared]:
+def _compared(e: Evidence, wrong: Sequence[str]) -> dict[str, Compared]:
     """Compare each parameter's gradient with plain training's, if these are wrong and the others right."""
     off, factors = e.rest(e.ones), e.factors()
     return {name: Compared(name not in wrong, factors[name] if name in wrong else 1.0, off[name]) for name in e.tables}

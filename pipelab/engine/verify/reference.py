@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ _SMALLEST_SHARE = 1e-2
 """A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
 attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
 
-_MOST_NAMES = 6
+_MOST_NAMES, _MOST_NUMBERS = 6, 16
 
 _OF_A_LOSS = 1e-3
 """How far the slopes of a batch's loss may be from multiples of its micro-batches' slopes, relative to all of them."""
@@ -53,6 +53,12 @@ _UNCLEAR = 0.05
 _ALIKE = 2e-3
 """Counts that differ by a smaller share of the largest one are equal; in coarse types, half of the tolerance."""
 
+_OFF = 0.1
+"""A count that is further from 1 is wrong in coarse types too, if it explains half of the difference."""
+
+_MOST_TIMES = 8
+"""A micro-batch that seems to count more often than this does not count a whole number of times."""
+
 _AT_ONCE = 1 << 20
 """How many elements of a gradient are in double precision at the same time."""
 
@@ -64,9 +70,9 @@ class Gradients(dict[str, torch.Tensor]):
         return Gradients({name: gradient - other[name] for name, gradient in self.items()})
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    def of(cls, parameters: Mapping[str, nn.Parameter], device: str | None = None) -> Gradients:
         """Return copies of the gradients as they are now, zeros where there is none."""
-        return cls({name: _gradient_of(parameter) for name, parameter in parameters.items()})
+        return cls({name: _gradient_of(parameter).to(device) for name, parameter in parameters.items()})
 
     @property
     def norms(self) -> dict[str, float]:
@@ -150,10 +156,7 @@ def unproven_of(model: nn.Module, draws: bool) -> tuple[str, ...]:
 
 @contextmanager
 def nearby_weights(modules: Sequence[nn.Module], seed: int, share: float) -> Iterator[None]:
-    """Multiply every weight by a random number near 1, the same in every process; restore the weights afterwards.
-
-    A weight changes by at most this share of itself, and by no less than the last bits of its type.
-    """
+    """Multiply every weight by a random number near 1, the same in every process, and restore them afterwards."""
     generator = torch.Generator().manual_seed(seed)
 
     def near(weights: torch.Tensor) -> torch.Tensor:
@@ -183,10 +186,21 @@ def other_weights(modules: Sequence[nn.Module], change: Callable[[torch.Tensor],
         torch.clear_autocast_cache()
 
 
+def rounding_of(types: Iterable[torch.dtype]) -> float:
+    """Return how far gradients may be apart that are computed in types so coarse."""
+    return max((8 * float(torch.finfo(kind).eps) for kind in types), default=0.0)
+
+
 def listed(names: Sequence[object]) -> str:
     """Return the first of some names, joined."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(str, names[:_MOST_NAMES])) + more
+
+
+def shown(numbers: Sequence[float]) -> str:
+    """Return the first of some numbers, rounded."""
+    words = ("-" if math.isnan(number) else f"{round(number, 3) + 0.0:g}" for number in numbers[:_MOST_NUMBERS])
+    return " ".join(words) + " …" * (len(numbers) > _MOST_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -210,37 +224,34 @@ class Trial:
         """The settings of this thread for the model's devices."""
         return CallerContext.capture({parameter.device.type for parameter in self.model.parameters()})
 
-    def each_alone(self, x: Any, y: Any) -> tuple[dict[str, list[torch.Tensor]], list[float]]:
-        """Return what each micro-batch adds to each gradient in plain training, and its weight in the batch's loss."""
+    def each_alone(self, x: Any, y: Any) -> tuple[list[Gradients], list[float]]:
+        """Return what each micro-batch adds in plain training, and its weight in the batch's loss."""
         self.rewind()
-        own = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        own = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         inputs, targets = split_batch(x, self.rows), split_batch(y, self.rows)
-        alone = [1.0] * len(self.rows)
-        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, alone)
-        outputs, found = list[Any](), {name: list[torch.Tensor]() for name in own}
+        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, [1.0] * len(self.rows))
+        outputs, alone = list[Any](), list[Gradients]()
         for microbatch in range(len(self.rows)):
             outputs.append(map_tensors(torch.Tensor.detach, plain.run(microbatch)))
-            for name, gradient in Gradients.of(own).items():
-                found[name].append(gradient.cpu())
-                own[name].grad = None
+            alone.append(Gradients.of(own, "cpu"))
+            for parameter in own.values():
+                parameter.grad = None
         if self.reduction is None:
             shares = _shares(self.loss_fn, outputs, targets, y)
         else:
             shares = weights_of(self.reduction, self.rows, targets)
-        for gradients in found.values():
-            gradients[:] = [
-                gradient * share if share else torch.zeros_like(gradient)
-                for gradient, share in zip(gradients, shares, strict=True)
-            ]
-        return found, shares
+        for gradients, share in zip(alone, shares, strict=True):
+            for name, gradient in gradients.items():  # of no share, also where it is no number
+                gradients[name] = gradient * share if share else torch.zeros_like(gradient)
+        return alone, shares
 
     def plainly(self, x: Any, y: Any) -> Gradients:
         """Return plain training's gradients of what the step trains."""
         return self.summed(self.each_alone(x, y)[0])
 
-    def summed(self, gradients: Mapping[str, Sequence[torch.Tensor]]) -> Gradients:
+    def summed(self, alone: Sequence[Gradients]) -> Gradients:
         """Return the sums of what the micro-batches add."""
-        return Gradients({name: torch.stack([*gradients[name]]).sum(0) for name in self.learning})
+        return Gradients({name: torch.stack([own[name] for own in alone]).sum(0) for name in self.learning})
 
     def stepped(self, x: Any, y: Any, times: float = 1.0, seed: int | None = None, *, again: bool = True) -> Gradients:
         """Return what the step leaves, with weights multiplied, and other random numbers if there is a seed."""
@@ -251,7 +262,7 @@ class Trial:
             if seed is not None:
                 torch.manual_seed(seed)
             self.step(x, y)
-            return Gradients({name: gradient.cpu() for name, gradient in Gradients.of(self.learning).items()})
+            return Gradients.of(self.learning, "cpu")
 
     def taken(self, value: Any, which: Iterable[int]) -> Any:
         """Return these rows of inputs or targets."""
@@ -269,39 +280,28 @@ class Trial:
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype in self.types else tensor, output)
 
 
-def _slopes(loss_fn: LossFunction, output: Any, target: Any) -> list[torch.Tensor]:
-    """Return the gradient of a loss by each tensor of an output."""
-
-    def leaf(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-
-    with torch.enable_grad():
-        output = map_tensors(leaf, output)
-        along = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        return list(torch.autograd.grad(loss_of(loss_fn, output, target).of(0, output), along, materialize_grads=True))
-
-
 def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
     """Return each micro-batch's weight in the loss of the whole batch.
 
     The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
     """
-    each_alone = [_slopes(loss_fn, output, target) for output, target in zip(outputs, targets, strict=True)]
+    outputs = [map_tensors(_leaf, output) for output in outputs]
+    leaves = [[tensor for tensor in tensors_of(output) if tensor.requires_grad] for output in outputs]
+    alone = [_slopes(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
     try:
-        at_once = _slopes(loss_fn, join(outputs), y)
+        with torch.enable_grad():
+            at_once = _slopes(loss_fn, join(outputs), y, [*chain.from_iterable(leaves)])
     except Exception as error:
         raise LossError(
             f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"
             "  try: reduction='mean', 'sum' or a function from a target to the weight of its micro-batch"
         ) from error
-    lengths = [[len(one) if one.dim() else 1 for one in pieces] for pieces in zip(*each_alone, strict=True)]
-    cut = zip(*(whole.split(counts) for whole, counts in zip(at_once, lengths, strict=True)), strict=True)
-    shares, rest, eps = list[float](), 0.0, max(float(torch.finfo(slope.dtype).eps) for slope in at_once)
-    for pieces, parts in zip(each_alone, cut, strict=True):
-        alone, whole = _flat(pieces).double(), _flat(parts).double()
-        shares.append(float(whole @ alone / (alone @ alone)) if whole.any() else 0.0)
-        rest += float((whole - shares[-1] * alone).norm()) if shares[-1] else 0.0
-    if rest > max(_OF_A_LOSS, 8 * eps) * float(_flat(at_once).norm()):
+    shares, rest, slopes = list[float](), 0.0, iter(at_once)
+    for own in map(_flat, alone):
+        whole = _flat([*islice(slopes, len(leaves[0]))])
+        shares.append(float(whole @ own / (own @ own)) if whole.any() else 0.0)
+        rest += float((whole - shares[-1] * own).norm()) if shares[-1] else 0.0
+    if rest > max(_OF_A_LOSS, rounding_of(slope.dtype for slope in at_once)) * float(_flat(at_once).norm()):
         raise LossError(
             "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
             "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
@@ -309,9 +309,20 @@ def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: An
     return shares
 
 
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _slopes(loss_fn: LossFunction, output: Any, target: Any, along: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the gradients of a loss by some tensors."""
+    with torch.enable_grad():
+        return torch.autograd.grad(loss_of(loss_fn, output, target).of(0, output), along, materialize_grads=True)
+
+
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the real numbers in some tensors, in double precision."""
     real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
-    return torch.cat([tensor.detach().cpu().flatten() for tensor in real])
+    return torch.cat([tensor.detach().cpu().flatten().double() for tensor in real])
 
 
 @dataclass(frozen=True)
@@ -319,24 +330,20 @@ class Seen:
     """What layers did; a call that is repeated within a backward, as activation checkpoints do, is left out."""
 
     types: set[torch.dtype] = field(default_factory=set)  # of their outputs
-    ran: list[tuple[str, bool, int]] = field(default_factory=list)  # name, whether in training, how many numbers
-    back: list[str] = field(default_factory=list)  # the layers whose outputs got a gradient, once for each time
+    modes: set[tuple[str, bool]] = field(default_factory=set)  # the layers that ran, and whether in training
+    ran: list[tuple[str, int]] = field(default_factory=list)  # the layers, and how many numbers they gave each time
     changed: set[str] = field(default_factory=set)  # the layers that ran after their weights had changed
 
     def times(self, other: Seen) -> dict[str, float]:
         """Return how many times as many numbers as there each layer gave that ran here and there."""
-        ours, theirs = Counter[str](), Counter[str]()
-        for amounts, seen in ((ours, self), (theirs, other)):
-            for name, _, many in seen.ran:
-                amounts[name] += many
-        return {name: many / theirs[name] for name, many in ours.items() if theirs[name]}
+        theirs = other._numbers()
+        return {name: many / theirs[name] for name, many in self._numbers().items() if theirs[name]}
 
-    def backwards(self, parameters: Iterable[str]) -> float:
-        """Return how many backwards followed each forward of the layers with these parameters; 1 if they differ."""
-        forwards, back = Counter(name for name, *_ in self.ran), Counter(self.back)
-        layers = {name.rpartition(".")[0] for name in parameters}
-        every = {back[name] / forwards[name] if name in forwards else 1.0 for name in layers}
-        return every.pop() if len(every) == 1 else 1.0
+    def _numbers(self) -> Counter[str]:
+        found = Counter[str]()
+        for name, many in self.ran:
+            found[name] += many
+        return found
 
 
 @contextmanager
@@ -350,9 +357,8 @@ def seen(modules: Sequence[nn.Module]) -> Iterator[Seen]:
         found.types.update(tensor.dtype for tensor in made)
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 - run again for a backward
             return
-        found.ran.append((name, layer.training, sum(tensor.numel() for tensor in made)))
-        if learns := [tensor for tensor in made if tensor.grad_fn is not None]:
-            learns[0].register_hook(lambda _: found.back.append(name))
+        found.modes.add((name, layer.training))
+        found.ran.append((name, sum(tensor.numel() for tensor in made)))
         if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
             found.changed.add(name)
 
@@ -382,7 +388,6 @@ class Sizes:
     replicas: int
     tokens: dict[int, str]  # numbers that a loss may average over, and of what
     runs: int = 1  # how often the step's layers ran the batch
-    backwards: float = 1.0  # how many followed each forward of the layers that are wrong
     norm: float = 0.0  # of the wrong gradients together
 
     def called(self, number: float, slack: float) -> list[Number]:
@@ -398,10 +403,9 @@ class Sizes:
         ]
         own = [known for known in own if known.size > 1]
         others = [Number(one.size * two.size, f"{one.what} times {two.what}") for one, two in combinations(own, 2)]
-        scales = (Number(2**n, f"2^{n}, as a GradScaler's scale", "loss-scale", "loss-scale") for n in range(8, 33))
-        others += [*scales, Number(self.backwards, "how often their backward ran", "stage-twice")]
-        fits = [known for known in own if abs(number / known.size - 1) <= slack]
-        return fits or [known for known in others if known.size > 1 and abs(number / known.size - 1) <= slack]
+        others += [Number(2**n, f"2^{n}, as a GradScaler's scale", "loss-scale", "loss-scale") for n in range(8, 33)]
+        fitting = [[known for known in some if abs(number / known.size - 1) <= slack] for some in (own, others)]
+        return fitting[0] or fitting[1]
 
     def apart(self) -> Iterator[tuple[int, list[float]]]:
         """Yield weights of micro-batches in a mean of the means of so many replicas, which may take them in turns."""
@@ -414,18 +418,50 @@ class Sizes:
                 weights = (share / (totals[replica] or 1.0) for share, replica in zip(self.shares, own, strict=True))
                 yield replicas, list(weights)
 
-    def known(self, factor: float, slack: float) -> bool:
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each micro-batch counts; those that differ by at most `slack` are equal, and NaN says nothing."""
+
+    numbers: torch.Tensor
+    slack: float
+    sizes: Sizes
+    unclear: tuple[int, ...] = ()  # the micro-batches whose numbers may be off by too much
+
+    @property
+    def relative_slack(self) -> float:
+        """The slack relative to the largest number."""
+        return self.slack / float(self.numbers[self.numbers.isfinite()].abs().max())
+
+    @property
+    def are_off(self) -> bool:
+        """Whether one of those that are clear is so far from 1 that it is wrong in coarse types too."""
+        off = (self.numbers - 1).abs().nan_to_num(0.0)
+        off[[*self.unclear]] = 0.0
+        return float(off.max()) > max(_OFF, self.slack)
+
+    @property
+    def shown(self) -> str:
+        """The numbers as a part of a sentence."""
+        return f"they count {shown(self.numbers.tolist())} times"
+
+    def whole_times(self) -> tuple[torch.Tensor, float | None]:
+        """Return how many whole times each micro-batch counts, and the factor besides; `None` if they do not."""
+        least = self.numbers[self.numbers.abs() > self.slack].abs().min()
+        times = (self.numbers / least).round()
+        return times, None if (times.abs() > _MOST_TIMES).any() else self.multiple_of(times)
+
+    def multiple_of(self, pattern: torch.Tensor) -> float | None:
+        """Return by which factor the counts are a pattern; `None` if they are not."""
+        live = self.numbers.isfinite() & pattern.isfinite()
+        found, pattern = self.numbers[live], pattern[live].double()
+        factor = float(found @ pattern / (pattern @ pattern))
+        return factor if float((found - factor * pattern).abs().max()) <= self.slack else None
+
+    def known(self, factor: float) -> bool:
         """Return whether a factor is 1, or is or divides by a number of the step."""
         size = max(abs(factor), 1 / abs(factor))
-        return size - 1 <= slack or bool(self.called(size, slack))
-
-
-class Fit(NamedTuple):
-    """How often each micro-batch counts, by how much that may be off, and for which micro-batches it is too much."""
-
-    counts: torch.Tensor
-    slack: float
-    unclear: list[int]
+        return size - 1 <= self.relative_slack or bool(self.sizes.called(size, self.relative_slack))
 
 
 @dataclass(frozen=True)
@@ -442,6 +478,7 @@ class Evidence:
     sizes: Sizes
     tolerance: float  # the largest rest of a gradient that may be rounding
     types: set[torch.dtype]  # in which the step and plain training compute
+    unproven: tuple[str, ...]  # what cannot be verified
     wrong: Mapping[str, float | None] = field(default_factory=dict)  # the parameters, and the factor of each, if any
 
     @property
@@ -469,22 +506,18 @@ class Evidence:
 
     def rounding(self, differences: Gradients) -> bool:
         """Return whether differences of some gradients are no more than rounding."""
-        off = {name: float(gradient.double().norm()) for name, gradient in differences.items()}
         added = {name: _added(table, self.ones) for name, table in self.tables.items()}
-        return max(relative({name: off.get(name, 0.0) for name in added}, added).values()) <= self.tolerance
+        return max(relative(differences.norms, added).values()) <= self.tolerance
 
-    def fit(self, names: Iterable[str]) -> Fit:
-        """Count the micro-batches in some parameters' gradients.
-
-        How far off counts may be follows from what is left, as in any least-squares fit, and from how alike gradients
-        are.
-        """
+    def fit(self, names: Iterable[str]) -> Counts:
+        """Count the micro-batches in some parameters' gradients, by least squares."""
         names = list(names)
         table, elements = self.table(names), sum(self.left[name].numel() for name in names)
+        sizes = replace(self.sizes, norm=float(_norms(table)[-1]))
         norms, counts = _norms(table)[:-1], torch.full([len(table) - 1], math.nan, dtype=torch.double)
         live = (norms > _LEAST * norms.max()).nonzero().flatten()
         if not len(live):
-            return Fit(counts, 0.0, [])
+            return Counts(counts, 0.0, sizes)
         values, vectors = torch.linalg.eigh(table[live][:, live] / norms[live].outer(norms[live]))
         values = values.clamp(1e-12)
         counts[live] = vectors @ (vectors.T @ (table[live, -1] / norms[live]) / values) / norms[live]
@@ -492,8 +525,8 @@ class Evidence:
         noise = max(noise, _ROUNDING * float((norms * counts.nan_to_num(0.0)).norm()))
         off = noise / norms[live] * (vectors.square() / values).sum(1).sqrt()
         most = float(counts[live].abs().max())
-        unclear = [int(m) for m, error in zip(live, off, strict=True) if not error <= _UNCLEAR * most]
-        return Fit(counts, max(max(_ALIKE, self.tolerance / 2) * most, 3 * float(off.max())), unclear)
+        slack = max(max(_ALIKE, self.tolerance / 2) * most, 3 * float(off.max()))
+        return Counts(counts, slack, sizes, tuple(live[~(off <= _UNCLEAR * most)].tolist()))
 
     def factors(self) -> dict[str, float | None]:
         """Return of which multiple of plain training's each gradient is; `None` if it is none."""
@@ -503,10 +536,14 @@ class Evidence:
         return {name: factor if rest[name] <= self.tolerance else None for name, factor in times.items()}
 
 
-def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the inner products of some gradients of one parameter."""
-    pieces = zip(*(_flat([gradient]).split(_AT_ONCE) for gradient in gradients), strict=True)
-    return torch.stack([rows @ rows.T for rows in (torch.stack(piece).double() for piece in pieces)]).sum(0)
+def products(alone: Sequence[Gradients], left: Gradients) -> dict[str, torch.Tensor]:
+    """Return, for each gradient left, the inner products of what the micro-batches add and of that, which is last."""
+    return {name: _products([*(own[name] for own in alone), gradient]) for name, gradient in left.items()}
+
+
+def _products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    pieces = zip(*(gradient.flatten().split(_AT_ONCE) for gradient in gradients), strict=True)
+    return torch.stack([rows @ rows.T for rows in (torch.stack([*map(_flat, zip(piece))]) for piece in pieces)]).sum(0)
 
 
 def rest_of(table: torch.Tensor, counts: torch.Tensor) -> float:

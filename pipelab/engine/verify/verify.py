@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +14,10 @@ from torch import nn
 from pipelab.engine.engine import Assembly
 from pipelab.engine.model.traced import call
 from pipelab.engine.stage.batch import rows_of, weights_of
+from pipelab.engine.stage.errors import in_short
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
-from pipelab.engine.verify.causes import CAUSES
+from pipelab.engine.verify.causes import said
 from pipelab.engine.verify.reference import (
     NEARBY,
     Gradients,
@@ -26,12 +27,11 @@ from pipelab.engine.verify.reference import (
     moved,
     nearby_weights,
     relative,
+    rounding_of,
     unproven_of,
 )
 from pipelab.errors import VerificationError
 from pipelab.plan.fault import ranges
-
-Found = TypeVar("Found")
 
 _TOLERANCE = 1e-6
 """Largest difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches' gradients,
@@ -90,47 +90,47 @@ class Verification:
     nearby: bool = False
 
     def __str__(self) -> str:
-        if not self.compared:
-            first = (
-                f"{self.parameters} gradients could not be compared: they differ by up to "
-                f"{self.largest_difference:.1e} (2-norm, relative to what is added up), and random numbers are drawn "
-                "in another order."
-            )
-        else:
-            how = "bit for bit" if self.exact else f"within {self.largest_difference:.1e} of what is added up"
-            first = (
-                f"All {self.parameters} gradients match plain training with the same {self.microbatches} "
-                f"micro-batches {how}."
-            )
-        if self.compared and self.whole_batch_difference is not None:
-            first += f" Against the whole batch at once they differ by at most {self.whole_batch_difference:.1e}"
-            first += _WITH_OTHER_WEIGHTS if self.nearby else "."
-        remarks = [f"not verified: {reason}" for reason in self.unproven]
+        lines = [self._comparison, *(f"not verified: {reason}" for reason in self.unproven)]
         if self.idle:
-            remarks.insert(
-                0, f"{len(self.idle)} parameters got no gradient, in plain training either: {listed(self.idle)}"
+            idle = f"{len(self.idle)} parameters got no gradient, in plain training either: {listed(self.idle)}"
+            lines.insert(1, idle)
+        return "\n".join(lines)
+
+    @property
+    def _comparison(self) -> str:
+        off = f"{self.largest_difference:.1e}"
+        if not self.compared:
+            return (
+                f"{self.parameters} gradients could not be compared: they differ by up to {off} (2-norm, relative to "
+                "what is added up), and random numbers are drawn in another order."
             )
-        return "\n".join([first, *remarks])
+        how = "bit for bit" if self.exact else f"within {off} of what is added up"
+        many = f"{self.parameters} gradients match plain training with the same {self.microbatches} micro-batches"
+        if self.whole_batch_difference is None:
+            return f"All {many} {how}."
+        others = _WITH_OTHER_WEIGHTS if self.nearby else "."
+        at_once = f"Against the whole batch at once they differ by at most {self.whole_batch_difference:.1e}{others}"
+        return f"All {many} {how}. {at_once}"
 
 
-def reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
+def _reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
     """Return plain training with the pipeline's micro-batches."""
     rows, targets = pipe.cut.rows(x, "x"), pipe.cut.rows(y, "y")
     weights = weights_of(pipe.reduction, [rows_of(piece, "x") for piece in rows], targets)
     forward = partial(_through_model if pipe.stages.is_traced else _through_stages, pipe)
     return Reference(
-        learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_ties_apart, pipe)
+        _learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_ties_apart, pipe)
     )
 
 
-def learning(pipe: Assembly) -> dict[str, nn.Parameter]:
+def _learning(pipe: Assembly) -> dict[str, nn.Parameter]:
     """Return the parameters that learn, under the model's own names, as in `"0.weight (stage 0)"`."""
-    names = {id(parameter): name for name, parameter in pipe.stages.named.named_parameters()}
+    names = {parameter: name for name, parameter in pipe.stages.named.named_parameters()}
     found: dict[nn.Parameter, str] = {}
     for stage, module in enumerate(pipe.stages.modules):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:  # of several stages, the first names it
-                found.setdefault(parameter, f"{names.get(id(parameter), name)} (stage {stage})")
+                found.setdefault(parameter, f"{names.get(parameter, name)} (stage {stage})")
     return {name: parameter for parameter, name in found.items()}
 
 
@@ -142,10 +142,7 @@ def _ties_apart(pipe: Assembly) -> AbstractContextManager[None]:
 
 
 def _through_model(pipe: Assembly, value: Any) -> Any:
-    """Return what comes out of the user's own model.
-
-    Where there is none (stages given as a list), or none that runs on one device, it is what comes out of the stages.
-    """
+    """Return what comes out of the user's own model; of the stages, if there is none, or none on one device."""
     model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
     if len(devices) > 1 or isinstance(model, nn.ModuleList):
         return _through_stages(pipe, value)
@@ -167,14 +164,9 @@ def _cloned(pipe: Assembly, stage: int, value: Any) -> Any:
 
 def tolerance(devices: Sequence[Any], cast: set[torch.dtype], gradient: torch.Tensor) -> float:
     """Return how far a gradient may be from the same micro-batches', added up in another order."""
-    own = _coarsest({gradient.dtype})
     if all(each.device.type == "cpu" for each in devices):
-        return max(_TOLERANCE, own)
-    return max(_TOLERANCE_ON_A_GPU, own, _coarsest(cast))
-
-
-def _coarsest(types: set[torch.dtype]) -> float:
-    return max((8 * float(torch.finfo(kind).eps) for kind in types), default=0.0)
+        return max(_TOLERANCE, rounding_of([gradient.dtype]))
+    return max(_TOLERANCE_ON_A_GPU, rounding_of([gradient.dtype, *cast]))
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,11 @@ class _Comparison:
     @property
     def allowed_of_the_batch(self) -> float:
         types = {parameter.dtype for parameter in self.plain.parameters.values()}
-        return max(_WHOLE_BATCH_TOLERANCE, _coarsest(types | self.plain.caller.types))
+        return max(_WHOLE_BATCH_TOLERANCE, rounding_of(types | self.plain.caller.types))
+
+    def wrong(self, ours: Gradients, off: dict[str, float]) -> list[str]:
+        """Return the parameters whose gradients differ by more than rounding."""
+        return [name for name, gradient in ours.items() if not off[name] <= self.allowed(gradient)]
 
     def alone(self, microbatch: int) -> Gradients:
         """Return what one micro-batch adds in plain training."""
@@ -223,7 +219,7 @@ def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
         changed = {stage: each.changed(AttributeSnapshot(modules[stage])) for stage, each in attributes.items()}
         apart = next((_state_apart(stage, replicated[stage], name) for stage, name in changed.items() if name), "")
         pipe.engine.gather_gradients()
-        both = _Comparison(pipe, x, y, reference_of(pipe, x, y), rewind)
+        both = _Comparison(pipe, x, y, _reference_of(pipe, x, y), rewind)
         return _compared(both, Gradients.of(both.plain.parameters), apart)
 
 
@@ -232,15 +228,15 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
     pipe, plain = both.pipe, both.plain
     both.rewind()
     before = RandomSnapshot()
-    sums = _alike(pipe, lambda: (plain.gradients(), ""))
-    idle = [name for name, each in plain.parameters.items() if each.grad is None and not ours[name].any()]
-    draws = RandomSnapshot() != before
-    both.rewind()
-    exact = all(torch.equal(gradient, sums[name]) for name, gradient in ours.items())
-    added = _alike(pipe, lambda: (sums.norms if exact else both.added_up(), ""))
-    off = relative((ours - sums).norms, added)
-    wrong = [name for name, gradient in ours.items() if not off[name] <= both.allowed(gradient)]
-    _alike(pipe, lambda: (None, _of_no_numbers(both, ours, sums)))
+    with _on_all_processes(pipe):
+        sums = plain.gradients()
+        draws = RandomSnapshot() != before
+        idle = [name for name, each in plain.parameters.items() if each.grad is None and not ours[name].any()]
+        both.rewind()
+        exact = all(torch.equal(gradient, sums[name]) for name, gradient in ours.items())
+        off = relative((ours - sums).norms, sums.norms if exact else both.added_up())
+        wrong = both.wrong(ours, off)
+        _require_numbers(both, ours, sums)
     seen = ""
     if wrong and not draws:
         first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
@@ -254,7 +250,8 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
     unproven = unproven_of(pipe.stages.model, draws)
     whole = _Whole()
     if not unproven:
-        whole = _alike(pipe, lambda: _at_once(both, sums))
+        with _on_all_processes(pipe):
+            whole = _at_once(both, sums)
     unproven += (*whole.unproven, *filter(None, [pipe.engine.first_message(apart)]))  # others may hold other stages
     return Verification(
         parameters=len(ours),
@@ -276,17 +273,20 @@ def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
     )
 
 
-def _alike(pipe: Assembly, look: Callable[[], tuple[Found, str]]) -> Found:
-    """Run a comparison on all processes, so that none waits for ever if one of them fails."""
+@contextmanager
+def _on_all_processes(pipe: Assembly) -> Iterator[None]:
+    """Let a comparison fail on all processes if it fails on one, so that none waits for ever."""
+    fault = ""
     try:
-        found, seen = look()
+        yield
+    except VerificationError as error:
+        fault = str(error)
     except Exception as error:  # the model's own, or memory that runs out
         error.add_note("raised where verify ran the plain model, without the pipeline")
         pipe.engine.first_message(f"{type(error).__name__} on another process: {error}")
         raise
-    if fault := pipe.engine.first_message(seen):
+    if fault := pipe.engine.first_message(fault):
         raise VerificationError(fault)
-    return found
 
 
 @contextmanager
@@ -308,8 +308,8 @@ class _Whole(NamedTuple):
     unproven: tuple[str, ...] = ()
 
 
-def _at_once(both: _Comparison, sums: Gradients) -> tuple[_Whole, str]:
-    """Return how far the micro-batches' gradients are from the whole batch's; if too far, also why.
+def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
+    """Return how far the micro-batches' gradients are from the whole batch's; refuse those that are too far.
 
     Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
@@ -320,23 +320,28 @@ def _at_once(both: _Comparison, sums: Gradients) -> tuple[_Whole, str]:
     except Exception as error:
         if not isinstance(both.pipe.stages.model, nn.ModuleList):
             raise
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}" if str(error).strip() else repr(error)
-        return _Whole(unproven=(f"the stages, given as a list, do not take the whole batch ({why})",)), ""
+        return _Whole(unproven=(f"the stages, given as a list, do not take the whole batch ({in_short(error)})",))
     if not wrong:
-        return _Whole(difference), ""
-    far = max(_MOVE, 4 * both.allowed_of_the_batch)
-    looks: list[tuple[float, str]] = []
+        return _Whole(difference)
+    difference, wrong = _nearby(both)
+    if wrong:
+        raise VerificationError(wrong)
+    return _Whole(difference, nearby=True)
+
+
+def _nearby(both: _Comparison) -> tuple[float, str]:
+    """Compare with the whole batch with some other weights; return what most of these comparisons say."""
+    looks = {True: list[tuple[float, str]](), False: list[tuple[float, str]]()}
     for seed in range(NEARBY):
-        with nearby_weights(both.pipe.stages.modules, seed, far):
+        with nearby_weights(both.pipe.stages.modules, seed, max(_MOVE, 4 * both.allowed_of_the_batch)):
             both.rewind()
-            nearby = both.plain.gradients()
+            sums = both.plain.gradients()
             both.rewind()
-            looks.append(_difference_at_once(both, nearby))
-        alike = [look for look in looks if bool(look[1]) == bool(looks[-1][1])]
-        if len(alike) > NEARBY // 2:
+            look = _difference_at_once(both, sums)
+        looks[bool(look[1])].append(look)
+        if len(looks[bool(look[1])]) > NEARBY // 2:
             break
-    difference, wrong = alike[0]
-    return _Whole(difference, nearby=True), wrong
+    return max(looks.values(), key=len)[0]
 
 
 def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]:
@@ -349,7 +354,7 @@ def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]
     output = at_once.run()
     whole = Gradients.of(at_once.parameters)
     off = relative((sums - whole).norms, whole.norms)
-    name = max(off, key=lambda each: off[each])
+    name = max(off, key=off.__getitem__)
     wrong = [parameter for parameter, difference in off.items() if not difference <= both.allowed_of_the_batch]
     if not wrong:
         return off[name], ""
@@ -357,14 +362,15 @@ def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]
         f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
         f"{name} differs by {off[name]:.1e} (2-norm, relative to the sum), with slightly different weights too"
     )
-    named = repr(both.pipe.reduction) if isinstance(both.pipe.reduction, str) else "a function"
-    if _spreads(both.pipe, output, both.y):
-        said = _said("spread", list(output.shape), list(both.y.shape), shape=str(list(output.shape))[1:-1])
-    elif right := _right_behind(wrong, sums):  # a wrong reduction would make it wrong too
-        said = _said("rows-mixed", right, named, wrong[-1])
-    else:
-        said = _said("reduction", named)
-    return off[name], f"{fact}\n{said}"
+    return off[name], f"{fact}\n{_of_the_batch(both.pipe, output, both.y, _right_behind(wrong, sums), wrong[-1])}"
+
+
+def _of_the_batch(pipe: Assembly, output: Any, y: Any, right: str, wrong: str) -> str:
+    """Return why the whole batch has other gradients; a wrong reduction would make those wrong that are right."""
+    reduction = repr(pipe.reduction) if isinstance(pipe.reduction, str) else "a function"
+    if _spreads(pipe, output, y):
+        return said("spread", list(output.shape), list(y.shape), shape=str(list(output.shape))[1:-1])
+    return said("rows-mixed", right, reduction, wrong) if right else said("reduction", reduction)
 
 
 def _spreads(pipe: Assembly, output: Any, y: Any) -> bool:
@@ -393,12 +399,6 @@ def _right_behind(wrong: list[str], sums: Gradients) -> str:
     return next((name for name in behind if norms[name] > least_of(norms)), "")
 
 
-def _said(code: str, *found: object, **more: object) -> str:
-    """Return a cause of the table and what to try, as the lines of an error."""
-    words, hint = CAUSES[code].words.format(*found), CAUSES[code].hint.format(**more)
-    return (f"  {words}\n" if words else "") + f"  try: {hint}"
-
-
 def _explanation(both: _Comparison) -> str:
     """Find the first micro-batch that alone makes a difference."""
     pipe = both.pipe
@@ -408,29 +408,28 @@ def _explanation(both: _Comparison) -> str:
         ours = Gradients.of(both.plain.parameters)
         both.rewind()
         alone = both.alone(microbatch)
-        off = relative((ours - alone).norms, alone.norms)
-        wrong = [name for name, difference in off.items() if not difference <= both.allowed(ours[name])]
+        wrong = both.wrong(ours, relative((ours - alone).norms, alone.norms))
         named = (
             f"micro-batch {microbatch}" if pipe.cut.dim is None else f"the sequence of micro-batches {ranges(slices)}"
         )
-        seen = f"{named} is the first that differs, at {wrong[0]}" if wrong else ""
-        if seen := pipe.engine.first_message(seen):
-            return f"{seen}\n{_said('unlike-its-trace' if pipe.stages.is_traced else 'remembers')}"
-    return f"every micro-batch alone is right: they differ only together\n{_said('remembers')}"
+        if seen := pipe.engine.first_message(f"{named} is the first that differs, at {wrong[0]}" if wrong else ""):
+            return f"{seen}\n{said('unlike-its-trace' if pipe.stages.is_traced else 'remembers')}"
+    return f"every micro-batch alone is right: they differ only together\n{said('remembers')}"
 
 
-def _of_no_numbers(both: _Comparison, ours: Gradients, sums: Gradients) -> str:
-    """Return the explanation that a gradient is NaN or infinite in the plain model too; "" if none is."""
+def _require_numbers(both: _Comparison, ours: Gradients, sums: Gradients) -> None:
+    """Refuse a gradient that is NaN or infinite in the plain model too."""
     name = next((name for name in ours if not (_finite(ours[name]) or _finite(sums[name]))), None)
     if name is None:
-        return ""
+        return
     kind = "NaN" if bool(sums[name].isnan().any()) else "infinite"
     fact = f"the gradient of {name} is {kind}, in the plain model too: there is nothing to compare"
     for microbatch, rows in enumerate(both.plain.rows):
         if not all(map(_finite, both.alone(microbatch).values())):
             given = "" if all(map(_finite, tensors_of(rows))) else ", and its rows of x are not finite"
-            return f"{fact}\n{_said('not-finite-at', microbatch, given)}"
-    return fact
+            fact = f"{fact}\n{said('not-finite-at', microbatch, given)}"
+            break
+    raise VerificationError(fact)
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -476,6 +476,14 @@ def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(kind):
         pipe.step(x, y)
 
 
+@pytest.mark.parametrize("package", ["pipelab.trace", "pipelab_course.hw3"])
+def test_a_hook_of_pipelabs_own_is_not_refused(package):
+    hook, model = lambda *_: None, plain.mlp(4)
+    hook.__module__ = package
+    model.register_forward_hook(hook)
+    assert len(split(model, into=2)) == 2
+
+
 def test_a_hook_on_a_layer_runs_for_every_microbatch():
     model, seen = plain.mlp(4), []
     model[2].register_forward_hook(lambda *_: seen.append("forward"))

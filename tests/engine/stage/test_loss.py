@@ -54,9 +54,9 @@ def test_a_loss_of_ones_own_that_may_leave_targets_out_is_warned_of():
 
     x, target = data(0, 1, 5)
     told = r"(?s)have 2, 3, 4 others: .*reduction=lambda"
-    with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned, pytest.warns(match="average to"):
+    with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned:
         pipe.step(x, target)
-    assert all(each.filename == __file__ for each in warned)
+    assert [each.filename for each in warned] == [__file__]  # one warning is enough
     assert_right(own, x, target, reduction=lambda target: (target != -100).sum())
     assert_right(own, *data(0, 4, 8))  # as many of each
     with pipeline(own, reduction=len) as pipe:  # it is meant

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
 from pipelab.engine.verify.causes import named
-from pipelab.engine.verify.reference import Sizes
+from pipelab.engine.verify.reference import Counts, Sizes
 
 mse = nn.functional.mse_loss
 NAN = float("nan")
@@ -194,7 +194,7 @@ def test_how_often_each_microbatch_counts_names_the_mistake(counts, code, factor
 )
 def test_microbatches_that_add_nothing_mislead_no_name(counts, rows, shares, code, microbatches):
     sizes = Sizes(rows, [each / sum(shares) for each in shares], 1, {})
-    found = named(torch.tensor(counts), 2e-3, sizes)
+    found = named(Counts(torch.tensor(counts).double(), 2e-3, sizes))
     assert (found.code, found.microbatches) == (code, microbatches)
 
 

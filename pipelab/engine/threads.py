@@ -44,9 +44,8 @@ from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.checkpoint_rng import Generators, watched
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.replicas import Runners
+from pipelab.engine.stage.replicas import Runners, accumulate
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.stage.tied import accumulate
 from pipelab.engine.stage.updates import UpdatingStage
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StageError, StepTimeoutError, UsageError

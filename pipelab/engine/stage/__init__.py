@@ -8,8 +8,7 @@
 - `slices`: what earlier slices of a sequence keep for later ones, and their gradients
 - `updates`: an optimizer for each stage, and the versions of weights that backwards still need
 - `pytree`: tensors in tuples, lists and dicts
-- `replicas`: copies of a stage that several ranks hold
-- `tied`: parameters that several stages use
+- `replicas`: copies of a stage that several ranks hold, and parameters that several stages use
 - `caller`: autocast and hooks of the calling thread
 - `snapshot`: buffers and random state, saved and restored
 - `checkpoint_rng`: random draws under an activation checkpoint

@@ -1,7 +1,10 @@
-"""A stage on several ranks: the model's own module on the lowest of them, copies of it on the others.
+"""A stage on several ranks, and a parameter of several stages: each rank adds to a `.grad` of its own.
 
     rank 0 │ the model's own stage ── weight ─┐ one storage, where the device is one,
     rank 2 │ a copy of it ─────────── weight ─┘ and a .grad for each: two ranks never add to one
+
+    stage 0 │ embedding ─ alias ─┐ likewise, for a weight that both stages use;
+    stage 3 │ head ────── alias ─┘ each .grad is added to the parameter's own once, at the end of the step
 
 A copy lives for one run. So it begins with what the model is by then: its parameters, buffers, hooks, attributes and
 training mode. What it writes into its buffers ends with it.
@@ -10,7 +13,7 @@ training mode. What it writes into its buffers ends with it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Literal
@@ -23,7 +26,6 @@ from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
 from pipelab.engine.stage.stage import Stage, State
-from pipelab.engine.stage.tied import accumulate, alias, ties_of
 from pipelab.errors import EngineError
 
 Buffers = Literal["refuse", "lowest"]
@@ -225,3 +227,82 @@ def require_replicable(stage: int, module: nn.Module, ranks: Sequence[int], buff
                 f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {type(part).__name__} {name!r} "
                 f"tracks running statistics, which would differ between the ranks\n{_HOW}"
             )
+
+
+# ── Parameters that several stages use ──────────────────────────────────────────────────────────────────────────────
+
+
+class Tied:
+    """A parameter of the model that several stages use."""
+
+    def __init__(self, parameter: nn.Parameter, places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
+        self.parameter = parameter
+        self.stages = tuple(places)
+        self._places = places
+        self._aliases: dict[int, nn.Parameter] = {}
+
+    def part(self, devices: Mapping[int, torch.device]) -> None:
+        """Give each of these stages an alias on its device."""
+        if self.parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no public way to ask for hooks
+            where = ", ".join(map(str, self.stages))
+            raise EngineError(
+                f"stages {where} use one parameter, {self._places[self.stages[0]][0][1]!r}, with a "
+                "post-accumulate-grad hook, which would see the gradient of one stage only\n"
+                "  try: parameter.register_hook, which runs on every stage"
+            )
+        for stage in self.stages:
+            if stage in devices:
+                self._aliases[stage] = alias(self.parameter, devices[stage])
+                self._bind(stage, self._aliases[stage])
+
+    def join(self) -> None:
+        """Give all stages the model's own parameter again, and forget gradients that were not added to it."""
+        for stage in self._aliases:
+            self._bind(stage, self.parameter)
+        self._aliases = {}
+
+    def gradient(self, stages: Iterable[int]) -> torch.Tensor | None:
+        """Return the sum of these stages' gradients, on the parameter's device; forget the gradients of all."""
+        taken = {stage: each.grad for stage, each in self._aliases.items()}
+        for each in self._aliases.values():
+            each.grad = None
+        total = nn.Parameter(self.parameter.detach(), requires_grad=False)
+        for gradient in (taken.get(stage) for stage in sorted(stages)):
+            if gradient is not None:
+                accumulate(total, gradient.to(self.parameter.device))
+        return total.grad
+
+    def _bind(self, stage: int, parameter: nn.Parameter) -> None:
+        for part, name in self._places[stage]:
+            part._parameters[name] = parameter  # noqa: SLF001 - setattr would run a model's own code
+
+
+def ties_of(modules: Sequence[nn.Module]) -> list[Tied]:
+    """Return the parameters that more than one of these stages uses."""
+    places: dict[int, dict[int, list[tuple[nn.Module, str]]]] = {}
+    for stage, module in enumerate(modules):
+        for part in module.modules():
+            for name, parameter in part._parameters.items():  # noqa: SLF001 - named_parameters() leaves out doubles
+                if parameter is not None:
+                    places.setdefault(id(parameter), {}).setdefault(stage, []).append((part, name))
+    several = [each for each in places.values() if len(each) > 1]
+    return [Tied(getattr(*next(iter(each.values()))[0]), each) for each in several]
+
+
+def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add to a parameter's `.grad`, which may be sparse, or missing."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif parameter.grad.is_sparse:
+        parameter.grad = gradient + parameter.grad
+    else:
+        parameter.grad.add_(gradient)
+
+
+def alias(own: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with the same values, attributes and hooks, and no gradient."""
+    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
+    vars(parameter).update(vars(own))
+    for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
+        parameter.register_hook(hook)
+    return parameter

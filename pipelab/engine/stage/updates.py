@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.replicas import accumulate
 from pipelab.engine.stage.stage import Stage, State
-from pipelab.engine.stage.tied import accumulate
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its parameters, such as `partial(torch.optim.SGD, lr=0.1)`."""

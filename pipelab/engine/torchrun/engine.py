@@ -26,9 +26,8 @@ from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, tensors_of
-from pipelab.engine.stage.replicas import Runners, refuse_lost_hooks
+from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
-from pipelab.engine.stage.tied import Tied, accumulate
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
 from pipelab.engine.torchrun.messages import Connections, ValueMeta, broadcast, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of

@@ -26,9 +26,8 @@ from pipelab.engine.device import RankDevice, rank_devices
 from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.pytree import described
-from pipelab.engine.stage.replicas import require_replicable
+from pipelab.engine.stage.replicas import require_replicable, ties_of
 from pipelab.engine.stage.snapshot import overwrite
-from pipelab.engine.stage.tied import ties_of
 from pipelab.engine.torchrun import runtime
 from pipelab.engine.torchrun.engine import TorchEngine, holders_of
 from pipelab.engine.torchrun.exchange import few_numbers

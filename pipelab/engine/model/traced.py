@@ -11,9 +11,10 @@ import warnings
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,8 @@ from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, opened, r
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
 from pipelab.errors import BatchError, SplitError
+
+_NamedLayer = tuple[str, nn.Module]
 
 TRACED = "traced."
 """What comes before the model's own names in a traced stage."""
@@ -106,43 +109,39 @@ def move(stage: nn.Module, device: torch.device, model: nn.Module) -> None:
         if id(tensor) in before:
             stages_part, stages_name = before[id(tensor)]
             setattr(part, name, getattr(stages_part, stages_name))
-    for part in stage.modules():
-        graph = getattr(part, "graph", None)
-        if isinstance(graph, torch.fx.Graph):
-            for node in graph.nodes:
-                node.args = map_aggregate(node.args, on_device)
-                node.kwargs = map_aggregate(node.kwargs, on_device)
-        for compiled in (part, getattr(part, "graph_module", None)):
-            if isinstance(compiled, torch.fx.GraphModule):
-                compiled.recompile()
+    for graph_module in _graph_modules(stage):
+        for node in graph_module.graph.nodes:
+            node.args = map_aggregate(node.args, on_device)
+            node.kwargs = map_aggregate(node.kwargs, on_device)
+        graph_module.recompile()
+
+
+def _graph_modules(stage: nn.Module) -> list[fx.GraphModule]:
+    return [part for part in stage.modules() if isinstance(part, fx.GraphModule)]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield every parameter and buffer with its module and its name there, also where it appears again."""
     for part in model.modules():
-        for name, tensor in (
-            *part.named_parameters(recurse=False, remove_duplicate=False),
-            *part.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            yield part, name, tensor
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):  # noqa: SLF001 - with doubles
+            if tensor is not None:
+                yield part, name, tensor
 
 
 class _RoutedStage(nn.Module):
     """A traced stage: receives the values that it or a later stage needs, and sends those that later stages need."""
 
-    def __init__(self, traced: nn.Module, route: Route, result: Spec, names: Sequence[str]) -> None:
+    def __init__(self, traced: fx.GraphModule, route: Route, result: Spec, names: Sequence[str]) -> None:
         super().__init__()
-        self.traced: Any = traced
+        self.traced = traced
         self.others = nn.ModuleDict()
         self.route = route
         self.result = result
         self.names = names
-        graphs = [getattr(part, "graph", None) for part in traced.modules()]
         self.inplace = any(  # as `nn.ReLU(inplace=True)` is: it writes into its input
             node.op == "call_function" and node.target.__name__.partition(".")[0].endswith("_")
-            for graph in graphs
-            if isinstance(graph, torch.fx.Graph)
-            for node in graph.nodes
+            for part in _graph_modules(traced)
+            for node in part.graph.nodes
         )
 
     def forward(self, given: Any) -> Any:
@@ -150,10 +149,8 @@ class _RoutedStage(nn.Module):
         arriving = [given[name] for name in self.names] if isinstance(given, dict) else received(given)
         values = dict(zip(route.receives, take_apart(arriving)[0], strict=True))
         arguments = [values[name] for name in route.arguments]
-        traced = self.traced
-        if self.others and (key := _key(arguments)) in self.others:
-            traced = self.others[key]
-        made = traced(*arguments)
+        fits = self.others and (key := _key(arguments)) in self.others
+        made = (self.others[key] if fits else self.traced)(*arguments)
         if not route.sends:  # the last stage: the tracer has flattened the model's result
             return rebuild(list(received(made)), self.result)
         values.update(zip(route.makes, made, strict=True))
@@ -220,32 +217,19 @@ class TracedStages:
 
     def unit_times(self, repeats: int = 5) -> list[float]:
         """Return the median seconds between the starts of the layers, forward; backward is assumed proportional."""
-        starts: list[float] = []
-        hooks = [
-            module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter())) for _, module in self.units
-        ]
-        measured: list[list[float]] = []
-        try:
+        starts, measured = list[float](), list[list[float]]()
+        with _noting(self.units, lambda _: starts.append(time.perf_counter())):
             for _ in range(repeats + 1):
                 starts.clear()
                 self._run()
-                ends = [*starts[1:], time.perf_counter()]
-                measured.append([end - start for start, end in zip(starts, ends, strict=True)])
-        finally:
-            for hook in hooks:
-                hook.remove()
+                measured.append([later - start for start, later in pairwise([*starts, time.perf_counter()])])
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
-    def _layers_in_order(self) -> list[tuple[str, nn.Module]]:
+    def _layers_in_order(self) -> list[_NamedLayer]:
         """Return the layers that one forward runs once, in order; refuse what the tracer would lose."""
-        order: list[tuple[str, nn.Module]] = []
-        layers = _layers(self._model)
-        hooks = [layer[1].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer)) for layer in layers]
-        try:
+        order: list[_NamedLayer] = []
+        with _noting(_layers(self._model), order.append):
             output = self._run()
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.repeated = {name: count for name, count in Counter(name for name, _ in order).items() if count > 1}
         if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
             raise SplitError(
@@ -356,9 +340,18 @@ def _norm(tensor: torch.Tensor) -> float:
     return float(tensor.abs().float().norm())
 
 
-def _layers(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+@contextmanager
+def _noting(layers: Sequence[_NamedLayer], note: Callable[[_NamedLayer], None]) -> Iterator[None]:
+    """Return a context in which each of these layers is noted when it starts."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer[1].register_forward_pre_hook(lambda *_, layer=layer: note(layer)).remove)
+        yield
+
+
+def _layers(model: nn.Module, prefix: str = "") -> list[_NamedLayer]:
     """Return the model's children with their names; lists, sequences, and what holds a list give theirs instead."""
-    found: list[tuple[str, nn.Module]] = []
+    found: list[_NamedLayer] = []
     for name, child in model.named_children():
         parts = child.children() if isinstance(model, nn.ModuleList) else child.modules()
         if isinstance(child, (nn.ModuleDict, nn.Sequential)) or any(isinstance(each, nn.ModuleList) for each in parts):

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.split_backward import holds_checkpoint
 from pipelab.engine.stage.stage import Stage
@@ -107,31 +106,32 @@ class _WatchedStage:
         """Return a method that draws no number in a backward, such as `forward`, from the stage."""
         return getattr(self._stage, name)
 
-    def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
+    def backward(self, *given: Any) -> Any:
         """Run one micro-batch backward (`B`)."""
-        self._look(kept[microbatch])
-        return self._run(self._stage.backward, microbatch, gradients, kept, loss)
+        return self._backward(self._stage.backward, *given)
 
-    def backward_input(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
+    def backward_input(self, *given: Any) -> Any:
         """Run the input gradient (`I`)."""
-        self._look(kept[microbatch])
-        return self._run(self._stage.backward_input, microbatch, gradients, kept, loss)
+        return self._backward(self._stage.backward_input, *given)
 
-    def backward_weight(self, microbatch: int, gradients: None, kept: dict[int, Any], loss: Loss) -> None:
+    def backward_weight(self, *given: Any) -> None:
         """Run the weight gradients (`W`)."""
-        self._run(self._stage.backward_weight, microbatch, gradients, kept, loss)
+        self._run(self._stage.backward_weight, *given)
 
-    def recompute(self, microbatch: int, given: None, kept: dict[int, Any], loss: Loss) -> None:
+    def recompute(self, *given: Any) -> None:
         """Run one micro-batch forward again (`C`)."""
         self._refuses = self._generators.moved()
-        self._run(self._stage.recompute, microbatch, given, kept, loss, where=_IN_C)
+        self._run(self._stage.recompute, *given, where=_IN_C)
 
-    def _look(self, forward: tuple[Any, Any]) -> None:
+    def _backward(
+        self, act: Callable[..., Any], microbatch: int, gradients: Any, kept: dict[int, Any], *rest: Any
+    ) -> Any:
         """Look for a checkpoint in the history of what a forward kept, if any stage drew."""
-        _, output = forward
+        _, output = kept[microbatch]
         self._refuses = self._generators.moved() and holds_checkpoint(
             [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         )
+        return self._run(act, microbatch, gradients, kept, *rest)
 
     def _run(self, act: Callable[..., Any], *given: Any, where: str = _UNDER_A_CHECKPOINT) -> Any:
         if not self._refuses:

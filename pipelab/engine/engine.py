@@ -15,8 +15,8 @@ from torch import nn
 
 from pipelab.engine.device import RankDevice, RankStream, StepClock, here
 from pipelab.engine.model.split import Stages
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, join
-from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners

@@ -21,8 +21,8 @@ from pipelab.engine.memory import alone_on_ranks, stage_memory, step_memory
 from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, weights_of
-from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss, require_loss, warn_of_another_average, warned_of_targets
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.stage.updates import MakeOptimizer

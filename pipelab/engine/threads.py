@@ -40,7 +40,7 @@ from pipelab.engine.device import RankStream, begin, finish, rank_devices, rank_
 from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, Engine, RankState, Settings, StepState, describe, run_action
 from pipelab.engine.model.split import Stages
-from pipelab.engine.stage.caller import CallerContext
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.checkpoint_rng import Generators, watched
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss

@@ -367,7 +367,7 @@ def _traced(model: nn.Module, into: int, by: Balance, example: Any, at: Sequence
     bounds = _bounds(dict(traced.units), kind, into, by, at, traced.unit_times, traced.repeated)
     if at is None and by == "layers":
         _warn_if_uneven(kind, [unit for _, unit in traced.units], bounds)
-    traced.cut_at([traced.units[start][0] for start, _ in bounds[1:]])
+    traced.starts = [traced.units[start][0] for start, _ in bounds[1:]]
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
 

@@ -183,11 +183,7 @@ class TracedStages:
         self.rows = rows_of(example, "example")
         self.shapes = shapes_of(example)
         self.units = self._layers_in_order()
-        self._names: list[str] = []
-
-    def cut_at(self, names: Sequence[str]) -> None:
-        """Begin a new stage at each of these layers."""
-        self._names = list(names)
+        self.starts: list[str] = []  # the layers at which stages begin, but for the first
 
     def modules(self, example: Any = None) -> list[_RoutedStage]:
         """Return one module per stage, in the model's present training mode, for the row count of `example`."""
@@ -198,7 +194,7 @@ class TracedStages:
             try:
                 exported = torch.export.export(self._model, *arguments_of(self._model, example), strict=False)
                 whole = exported.module(check_guards=False)
-                parts = cut_graph(whole, [name for name, _ in self.units], self._names)
+                parts = cut_graph(whole, [name for name, _ in self.units], self.starts)
             except Exception as error:
                 name, rows = type(self._model).__name__, rows_of(example, "example")
                 raise SplitError(

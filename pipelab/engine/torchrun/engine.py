@@ -22,8 +22,8 @@ from pipelab.engine.device import RankDevice, begin, finish, rank_streams
 from pipelab.engine.engine import Engine, RankState, Settings, StepState, describe
 from pipelab.engine.model.split import Stages
 from pipelab.engine.model.unmade import room_for
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Part
-from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks

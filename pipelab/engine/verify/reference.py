@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Reduction, join, split_batch, weights_of
-from pipelab.engine.stage.caller import CallerContext
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import overwrite

@@ -41,7 +41,7 @@ from pipelab import (
     Trace,
     UsageError,
 )
-from pipelab.engine.stage.caller import CallerContext
+from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.torchrun.exchange import describe_batch
 from pipelab.engine.torchrun.start import backend_of, describe_model, describe_plan, device_of, warn_of_one_queue
 

@@ -102,22 +102,7 @@ class Stages:
 
     def name_after(self, named: nn.Module) -> None:
         """Use the names of the model of whose layers and parameters the stages are made; refuse one of others."""
-        own = {id(each): name for name, each in _saved(named)}
-        for stage, module in enumerate(self.modules):
-            for name, each in _saved(module):
-                if id(each) not in own:
-                    what = "parameter" if isinstance(each, nn.Parameter) else "buffer"
-                    raise SplitError(
-                        f"{what} {name!r} of stage {stage}, of shape {list(each.shape)}, is not in the whole "
-                        "model, whose state would lack it\n  try: stages of the model's own layers, not of copies"
-                    )
-        held = {id(each) for module in self.modules for each in module.parameters()}
-        for name, each in named.named_parameters():
-            if id(each) not in held:
-                raise SplitError(
-                    f"parameter {name!r} of the whole model is in no stage, and would not learn\n"
-                    "  try: put its layer into a stage, or remove it from the model"
-                )
+        _require_all_of(named, self.modules)
         self.named = named
         full = {id(each): name for name, each in (*named.named_parameters(), *named.named_modules()) if name}
         for stage, module in enumerate(self.modules):
@@ -259,6 +244,26 @@ def _saved(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the parameters and buffers of a module's state, the objects themselves."""
     state = module.state_dict(keep_vars=True)
     return [(name, each) for name, each in state.items() if isinstance(each, torch.Tensor)]
+
+
+def _require_all_of(named: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Refuse stages with parameters or saved buffers that the whole model lacks, and the other way round."""
+    own = {id(each) for _, each in _saved(named)}
+    for stage, module in enumerate(modules):
+        for name, each in _saved(module):
+            if id(each) not in own:
+                what = "parameter" if isinstance(each, nn.Parameter) else "buffer"
+                raise SplitError(
+                    f"{what} {name!r} of stage {stage}, of shape {list(each.shape)}, is not in the whole model, whose "
+                    "state would lack it\n  try: stages of the model's own layers, not of copies"
+                )
+    held = {parameter for module in modules for parameter in module.parameters()}
+    lost = next((name for name, parameter in named.named_parameters() if parameter not in held), None)
+    if lost is not None:
+        raise SplitError(
+            f"parameter {lost!r} of the whole model is in no stage, and would not learn\n"
+            "  try: put its layer into a stage, or remove it from the model"
+        )
 
 
 def _parts_of(model: nn.Module) -> Iterable[tuple[str, str, Mapping[str, object]]]:

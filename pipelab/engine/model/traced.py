@@ -10,7 +10,7 @@ import time
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -49,48 +49,46 @@ def cut_graph(
     whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str]
 ) -> list[tuple[fx.GraphModule, Route]]:
     """Cut a model's graph where some layers start; a value is computed once, by the first stage that needs it."""
-    # [1] the stage of every operation: operations between two layers go with the one before
-    at = {name: index for index, name in enumerate(layers)}
-    first, reached = [at[name] for name in starts], -1
-    parts = list[list[fx.Node]]([[] for _ in range(len(starts) + 1)])
-    made: dict[fx.Node, int] = {}
-    for node in whole.graph.nodes:
-        within = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        reached = max([reached, *(at[name] for name in within if name in at)])
-        if node.op.startswith("call"):
-            made[node] = bisect_right(first, reached)
-            parts[made[node]].append(node)
-    (end,) = (node for node in whole.graph.nodes if node.op == "output")
-    parts[-1].append(end)
-    made[end] = len(starts)
-    # [2] each stage's graph: what it does not make itself is an argument
-    found: list[tuple[fx.GraphModule, Route]] = []
-    for stage, part in enumerate(parts):
-        graph, route, copies = fx.Graph(), Route(), dict[fx.Node, fx.Node]()
-        needed = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in part))
-        for node in needed:
-            if node.op == "placeholder" or made.get(node, stage) < stage:
-                route.arguments.append(node.name)
-                copies[node] = graph.placeholder(node.name)
-                copies[node].meta = node.meta
-        for node in needed:
-            if node.op == "get_attr":
-                copies[node] = graph.node_copy(node)
-        for node in part:
-            if node is not end:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        results = [node for node in part if any(made.get(user, stage) > stage for user in node.users)]
-        route.makes = [node.name for node in results]
-        wanted = end.args[0] if part[-1] is end else tuple(results)
-        graph.output(map_aggregate(wanted, partial(_copied, copies)))
-        found.append((fx.GraphModule(whole, graph), route))
-    # [3] what passes through a stage on its way to a later one
+    stage_of = _stages_of(whole.graph, layers, starts)
+    found = [_cut_out(whole, stage, stage_of) for stage in range(len(starts) + 1)]
     arriving = [node.name for node in whole.graph.nodes if node.op == "placeholder"]
     for stage, (_, route) in enumerate(found):
         later = {name for _, each in found[stage + 1 :] for name in each.arguments}
         route.receives = arriving
         arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
     return found
+
+
+def _stages_of(graph: fx.Graph, layers: Sequence[str], starts: Sequence[str]) -> dict[fx.Node, int]:
+    """Return the stage of every operation: operations between two layers go with the one before."""
+    at = {name: index for index, name in enumerate(layers)}
+    first, reached, found = [at[name] for name in starts], -1, dict[fx.Node, int]()
+    for node in graph.nodes:
+        within = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        reached = max([reached, *(at[name] for name in within if name in at)])
+        if node.op.startswith("call"):
+            found[node] = bisect_right(first, reached)
+    found[graph.output_node()] = len(starts)
+    return found
+
+
+def _cut_out(whole: fx.GraphModule, stage: int, stage_of: Mapping[fx.Node, int]) -> tuple[fx.GraphModule, Route]:
+    """Return a stage's graph: what it does not make itself is an argument."""
+    *part, last = (node for node, its in stage_of.items() if its == stage)
+    graph, route, copies = fx.Graph(), Route(), dict[fx.Node, fx.Node]()
+    needed = dict.fromkeys(chain.from_iterable(node.all_input_nodes for node in (*part, last)))
+    for node in needed:
+        if node.op == "placeholder" or stage_of.get(node, stage) < stage:
+            route.arguments.append(node.name)
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = node.meta
+    inside = [node for node in needed if node.op == "get_attr"] + part + [last] * (last.op != "output")
+    for node in inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [node for node in inside if any(stage_of.get(user, stage) > stage for user in node.users)]
+    route.makes = [node.name for node in results]
+    graph.output(map_aggregate(last.args[0] if last.op == "output" else tuple(results), partial(_copied, copies)))
+    return fx.GraphModule(whole, graph), route
 
 
 def _copied(copies: dict[fx.Node, fx.Node], each: Any) -> Any:

@@ -64,15 +64,9 @@ def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | 
     layer = next((each for each in running if any(each is other for _, other in every)), None)
     if not isinstance(layer, nn.Module):
         return ""
-    if isinstance(layer, fx.GraphModule):  # one forward for all layers: each line begins with the operation's name
-        line = next(
-            linecache.getline(frame.f_code.co_filename, at)
-            for frame, at in frames
-            if frame.f_locals.get("self") is layer
-        )
-        operation = line.strip().partition(" ")[0]
-        stacks = [node.meta.get("nn_module_stack") for node in layer.graph.nodes if node.name == operation]
-        return [*stacks[0].values()][-1][0] if stacks and stacks[0] else ""
+    if isinstance(layer, fx.GraphModule):
+        frame, line = next(each for each in frames if each[0].f_locals.get("self") is layer)
+        return _traced_layer(layer, linecache.getline(frame.f_code.co_filename, line))
     found = dict.fromkeys((full or {}).get(name, name) for name, other in every if other is layer)
     names = " or ".join(found)
     kind = type(layer).__name__
@@ -80,3 +74,10 @@ def layer_of(error: BaseException, module: nn.Module, full: Mapping[str, str] | 
         with suppress(Exception):  # a student's extra_repr may raise, and must not hide the error
             kind = " ".join(str(layer).split())
     return f"{names}, {kind}"
+
+
+def _traced_layer(stage: fx.GraphModule, line: str) -> str:
+    """Return the layer of a line of a traced forward, which begins with the operation's name."""
+    operation = line.strip().partition(" ")[0]
+    stacks = [node.meta.get("nn_module_stack") for node in stage.graph.nodes if node.name == operation]
+    return [*stacks[0].values()][-1][0] if stacks and stacks[0] else ""

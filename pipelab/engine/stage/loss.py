@@ -110,38 +110,42 @@ def warned_of_targets(
     """
     if reduction != "mean" or not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
         return False
-    ignored, weight, own = _IGNORED, None, False
+    ignored, weight, own = _IGNORED, None, loss_fn not in (nn.functional.cross_entropy, nn.functional.nll_loss)
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
-        ignored, weight = loss_fn.ignore_index, loss_fn.weight
-    elif loss_fn not in (nn.functional.cross_entropy, nn.functional.nll_loss):
-        own = True
+        ignored, weight, own = loss_fn.ignore_index, loss_fn.weight, False
     if own and (type(loss_fn).__module__.startswith("torch.") or any(each.device.type != "cpu" for each in targets)):
         return False
     shares = [_share(each, ignored, weight) for each in targets]
     off = [abs(share * sum(counts) - sum(shares) * count) for share, count in zip(shares, counts, strict=True)]
     if max(off) <= 1e-6 * sum(shares) * sum(counts):
         return False
-    some = ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
-    if own:
-        warnings.warn(
-            f"of the targets, some are {_IGNORED}, and the micro-batches have {some} others: if your loss averages "
-            "over those alone, reduction='mean', which weighs micro-batches by rows, gives other gradients than the "
-            f"whole batch\n  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of "
-            "target[:, 1:] if your loss shifts them; or reduction=len, if it averages over rows",
-            stacklevel=5,
-        )
-        return True
-    fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have {some}"
-    counted = f"(target != {ignored}).sum()"
-    if weight is not None:
-        fact = "multiplies each target by the weight of its class, and the micro-batches have different sums of weights"
-        counted = f"weight[target[target != {ignored}]].sum()"
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    raise LossError(
-        f"{name} {fact}: reduction='mean', which weighs micro-batches by rows, would give other gradients than the "
-        f"whole batch\n  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows "
-        "nevertheless"
+    if not own:
+        raise _uneven(loss_fn, shares, ignored, weighed=weight is not None)
+    warnings.warn(
+        f"of the targets, some are {_IGNORED}, and the micro-batches have {_some(shares)} others: reduction='mean' "
+        "weighs micro-batches by rows; if your loss averages over those alone, gradients are not the whole batch's\n"
+        f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your loss "
+        "shifts them; or reduction=len, if it averages over rows",
+        stacklevel=5,
     )
+    return True
+
+
+def _uneven(loss_fn: object, shares: Sequence[float], ignored: int, *, weighed: bool) -> LossError:
+    fact = "multiplies each target by the weight of its class, and the micro-batches have different sums of weights"
+    counted = f"weight[target[target != {ignored}]].sum()"
+    if not weighed:
+        fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have "
+        fact, counted = fact + _some(shares), f"(target != {ignored}).sum()"
+    return LossError(
+        f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)} {fact}: reduction='mean', which weighs micro-batches "
+        "by rows, would give other gradients than the whole batch\n"
+        f"  try: Pipeline(..., reduction=lambda target: {counted}); or reduction=len, to weigh by rows nevertheless"
+    )
+
+
+def _some(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
 
 
 def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[Any]) -> None:

@@ -80,23 +80,20 @@ class Runners:
             for tied in ties:
                 tied.part(self._here)
             for (stage, rank), runner in self.of.items():
-                runner.module = modules[stage]
-                if (stage, rank) in self._copies:
-                    runner.module = copied(modules[stage], self._devices[rank])
-            before = {key: versions(replica.module) for key, replica in self._copies.items()}
-            guarded = self._replicated if self._buffers == "refuse" else ()
-            kept = BufferSnapshot(modules[stage] for stage in guarded)
+                module, device = modules[stage], self._devices[rank]
+                runner.module = copied(module, device) if (stage, rank) in self._copies else module
+            guarded = self._copies if self._buffers == "refuse" else {}
+            before = {key: versions(replica.module) for key, replica in guarded.items()}
+            kept = BufferSnapshot({modules[stage] for stage, _ in guarded})
             yield
             for tied in ties:
                 if (gradient := tied.gradient(tied.stages)) is not None:
                     accumulate(tied.parameter, gradient)
-            for (stage, rank), replica in self._copies.items():
-                name = written(before[stage, rank], versions(replica.module))
-                if name is not None and self._buffers == "refuse":
+            for (stage, rank), replica in guarded.items():
+                if name := written(before[stage, rank], versions(replica.module)):
                     kept.restore()
                     zero = f"\n  {PARTIAL}" if learning else ""
-                    rest = f"\n  the model's buffers are restored{zero}"
-                    raise written_error(stage, rank, name, rest)
+                    raise written_error(stage, rank, name, f"\n  the model's buffers are restored{zero}")
         finally:
             for tied in ties:
                 tied.join()
@@ -195,13 +192,13 @@ def versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     return {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}  # noqa: SLF001
 
 
-def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]) -> str | None:
-    """Return the name of a buffer that was written into or replaced between two looks at `versions`, if one was."""
+def written(before: dict[str, tuple[torch.Tensor, int]], after: dict[str, tuple[torch.Tensor, int]]) -> str:
+    """Return the name of a buffer that was written into or replaced between two looks at `versions`; "" if none was."""
     for name, (buffer, version) in after.items():
         was, once = before.get(name, (None, 0))
         if was is not buffer or once != version:
             return name
-    return None
+    return ""
 
 
 def written_error(stage: int, rank: int, name: str, rest: str = "") -> EngineError:

@@ -53,20 +53,19 @@ class RandomSnapshot:
     """The state of PyTorch's default random generators, of the processor and all GPUs."""
 
     def __init__(self) -> None:
-        self._processor = torch.get_rng_state()
-        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._states = [torch.get_rng_state(), *gpus]
 
     def restore(self) -> None:
         """Reset the generators to this state."""
-        torch.set_rng_state(self._processor)
-        if self._gpus:
-            torch.cuda.set_rng_state_all(self._gpus)
+        processor, *gpus = self._states
+        torch.set_rng_state(processor)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RandomSnapshot):
-            return NotImplemented
-        ours, theirs = [self._processor, *self._gpus], [other._processor, *other._gpus]
-        return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+        theirs = other._states if isinstance(other, RandomSnapshot) else []
+        return len(self._states) == len(theirs) and all(map(torch.equal, self._states, theirs))
 
     __hash__ = None  # type: ignore[assignment]  # it holds tensors
 

@@ -179,23 +179,27 @@ def _branches(
         if edge.node not in trunk:  # an output that does not depend on the input
             branches.append(Branch([edge], [gradient]))
             heads.append([edge.node])
-    leaf_nodes = set(graph.leaves.values())
-    owner: dict[Node, int] = {}
+    early |= _find_leaves(graph, branches, heads)
+    late = [branch for number, branch in enumerate(branches) if branch.leaves and number not in early]
+    return late, [leaf for number in sorted(early) for leaf in branches[number].leaves]
+
+
+def _find_leaves(graph: _Graph, branches: list[Branch], heads: list[list[Node]]) -> set[int]:
+    """Find the leaves of each branch below its first nodes; return the numbers of branches that share nodes."""
+    leaf_nodes, shared, owner = set(graph.leaves.values()), set[int](), dict[Node, int]()
     for number, (branch, todo) in enumerate(zip(branches, heads, strict=True)):
         leaves: list[GradientEdge] = []
         while todo:
             node = todo.pop()
             if node not in owner:
                 owner[node] = number
-                below = graph.below[node]
-                todo.extend(below)
-                if not below and node in leaf_nodes:
+                todo.extend(graph.below[node])
+                if node in leaf_nodes:
                     leaves.append(GradientEdge(node, 0))
             elif owner[node] != number:
-                early |= {number, owner[node]}
+                shared |= {number, owner[node]}
         branch.leaves = leaves
-    late = [branch for number, branch in enumerate(branches) if branch.leaves and number not in early]
-    return late, [leaf for number in sorted(early) for leaf in branches[number].leaves]
+    return shared
 
 
 def _tensor_of(leaf: Any) -> torch.Tensor:

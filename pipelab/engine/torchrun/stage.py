@@ -468,7 +468,7 @@ class ReplicatedBuffers:
                     self._copy(buffer, self._groups[stage])
             elif dist.get_rank(self._groups[stage]):
                 name = written(self._before[stage], versions(runner.module))
-                if name is not None:
+                if name:
                     raise written_error(stage, self._rank, name)
 
     def _copy(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ import plain
 import torch
 import torch.distributed as dist
 from facts import say
+from spreading import Block, full, told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,19 +14,6 @@ from torch.distributed.fsdp import fully_shard
 import pipelab
 
 mse = nn.functional.mse_loss
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(6, 12), nn.Linear(12, 6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
-
-
-def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 dist.init_process_group("gloo")
@@ -40,14 +28,6 @@ torch.manual_seed(1 + dist.get_rank())  # rank 0's counts
 
 def block():
     return fully_shard(Block(), mesh=mesh["replica", "shard"])
-
-
-def told(act):
-    try:
-        act()
-    except pipelab.PipelabError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 share = 2 * mesh["replica"].get_local_rank() + mesh["shard"].get_local_rank()

@@ -21,17 +21,10 @@ plans = {
 }
 
 
-class NotSequential(nn.Module):
-    """The same model, which PyTorch's tracer must cut: anew for each length of a row."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            ids = layer(ids)
-        return ids
+def through(self, ids):
+    for layer in self.layers:
+        ids = layer(ids)
+    return ids
 
 
 def model() -> nn.Sequential:
@@ -46,31 +39,32 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-how = sys.argv[1]
-ours, alone = model(), model()
-if how == "traced":
-    ours, alone = NotSequential(ours), NotSequential(alone)
-stages = pipelab.split(ours, into=2, example=torch.zeros(2, 5, dtype=torch.long)) if how == "traced" else ours
-first = "layers.0.weight" if how == "traced" else "0.weight"
-largest, norms = 0.0, []
-with Pipeline(stages, plans[how], loss, engine="torch", timeout=60) as pipe:
-    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (list(pipe.parameters()), alone.parameters())]
-    for number in range(3):
-        torch.manual_seed(number)
-        x, y = torch.randint(0, 11, (8, 5 + number)), torch.randint(0, 11, (8, 5 + number))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for _ in range(2):  # two steps add up
-            pipe.step(x, y)
-            loss(alone(x), y).backward()
-        there = {name: each.grad for name, each in ours.named_parameters() if each.grad is not None}
-        largest = max(largest, plain.difference(there, {name: alone.get_parameter(name).grad for name in there}))
-        theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-        norms.append(float(pipe.clip_grad_norm_(0.5) / theirs))
-        for optimizer in optimizers:
-            optimizer.step()
-    verification = pipe.verify(x, y)
-    state = pipe.state_dict()
-own = ours.get_parameter(first).detach().double().sum().item() if first in there else None
-weights = plain.difference(state, alone.state_dict())
-say(gradients=largest, norms=norms, weights=weights, parameters=verification.parameters, tied=own)
+for how in sys.argv[1:]:
+    ours, alone = model(), model()
+    if how == "traced":
+        # which PyTorch's tracer must cut: anew for each length of a row
+        ours, alone = (plain.Made(through, layers=nn.ModuleList(each)) for each in (ours, alone))
+    stages = pipelab.split(ours, into=2, example=torch.zeros(2, 5, dtype=torch.long)) if how == "traced" else ours
+    first = "layers.0.weight" if how == "traced" else "0.weight"
+    largest, norms = 0.0, []
+    with Pipeline(stages, plans[how], loss, engine="torch", timeout=60) as pipe:
+        optimizers = [torch.optim.SGD(each, lr=0.1) for each in (list(pipe.parameters()), alone.parameters())]
+        for number in range(3):
+            torch.manual_seed(number)
+            x, y = torch.randint(0, 11, (8, 5 + number)), torch.randint(0, 11, (8, 5 + number))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for _ in range(2):  # two steps add up
+                pipe.step(x, y)
+                loss(alone(x), y).backward()
+            there = {name: each.grad for name, each in ours.named_parameters() if each.grad is not None}
+            largest = max(largest, plain.difference(there, {name: alone.get_parameter(name).grad for name in there}))
+            theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+            norms.append(float(pipe.clip_grad_norm_(0.5) / theirs))
+            for optimizer in optimizers:
+                optimizer.step()
+        verification = pipe.verify(x, y)
+        state = pipe.state_dict()
+    own = ours.get_parameter(first).detach().double().sum().item() if first in there else None
+    weights = plain.difference(state, alone.state_dict())
+    say(how=how, gradients=largest, norms=norms, weights=weights, parameters=verification.parameters, tied=own)

@@ -12,22 +12,23 @@ from pipelab import Trace
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize(
-    ("how", "schedule"),
-    [
-        ("tp", "gpipe"),
-        ("tp", "1f1b"),
-        ("tp", "interleaved-1f1b"),
-        ("tp", "zb-h1"),
-        ("fsdp", "gpipe"),
-        ("fsdp", "1f1b"),
-        ("fsdp", "interleaved-1f1b"),
-    ],
-)
-def test_stages_spread_over_processes_train_as_one_process_does(how, schedule):
-    ended = processes.run_in(4, "parallel_stages.py", how, schedule)
+CASES = [
+    *(f"tp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")),
+    *(f"fsdp {schedule}" for schedule in ("gpipe", "1f1b", "interleaved-1f1b")),
+]
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What each of four processes said, by case."""
+    ended = processes.run_in(4, "parallel_stages.py", *CASES)
     assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
-    facts = [each.facts[0] for each in ended]
+    return {case: [next(fact for fact in each.facts if fact["case"] == case) for each in ended] for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_spread_over_processes_train_as_one_process_does(said, case):
+    how, facts = case.split()[0], said[case]
     assert facts[0]["parameters"] == facts[1]["parameters"]
     assert len(set(chain(facts[0]["parameters"], facts[2]["parameters"]))) == 24
     for fact in facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pipes import given, mse, verified
 
 import plain
 import processes
@@ -16,8 +17,11 @@ from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replica
 from pipelab.engine.verify.causes import named
 from pipelab.engine.verify.reference import Counts, Sizes
 
-mse = nn.functional.mse_loss
 NAN = float("nan")
+
+
+def found_in(step, model, batch=20, loss=mse, microbatches=5, **more):
+    return diagnose(step, model, *given(batch), loss, microbatches=microbatches, **more)
 
 
 @pytest.fixture
@@ -27,23 +31,18 @@ def one_process():
     dist.destroy_process_group()
 
 
-class Words(nn.Module):
-    """A small language model: [rows, 5] tokens to [rows, 11, 5] scores."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.hidden, self.head = nn.Embedding(11, 16), nn.Linear(16, 16), nn.Linear(16, 11)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.hidden(self.embed(tokens)))).transpose(1, 2)
-
-
 def words(rows=16):
-    """Return a language model, tokens and targets, a third of which are ignored."""
+    """Return a language model, [rows, 5] tokens to [rows, 11, 5] scores, and a batch; a third of targets is ignored."""
     torch.manual_seed(0)
     targets = torch.randint(11, (rows, 5))
     targets[torch.rand(rows, 5) < 0.3] = -100
-    return Words(), torch.randint(11, (rows, 5)), targets
+    model = plain.Made(
+        lambda self, tokens: self.head(torch.tanh(self.hidden(self.embed(tokens)))).transpose(1, 2),
+        embed=nn.Embedding(11, 16),
+        hidden=nn.Linear(16, 16),
+        head=nn.Linear(16, 11),
+    )
+    return model, torch.randint(11, (rows, 5)), targets
 
 
 def pieces(x, y, many):
@@ -65,51 +64,55 @@ def times_the_tokens():
     return found, "times-tokens", float((y != -100).sum()), ()
 
 
+def pytorchs_own(model, microbatches, loss=mse, *, scaled):
+    """Return PyTorch's 1F1B on one rank."""
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    return Schedule1F1B(stage, microbatches, loss, scale_grads=scaled)
+
+
 def a_moving_average():
     """PyTorch's `scale_grads` divides all of .grad after each accumulation step, also what was there before."""
-    model, (x, y) = plain.mlp(2), plain.batch(24)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 4, mse, scale_grads=True)
+    model = plain.mlp(2)
+    schedule = pytorchs_own(model, 4, scaled=True)
 
     def step(x, y):
         for rows, targets in pieces(x, y, 3):
             schedule.step(rows, target=targets)
 
-    return diagnose(step, model, x, y, mse, microbatches=12), "moving-average", 4.0, ()
+    return found_in(step, model, 24, microbatches=12), "moving-average", 4.0, ()
 
 
 def summed_not_averaged():
     """The schedule runs without `scale_grads`, and each micro-batch's loss is a mean."""
-    model, (x, y) = plain.mlp(2), plain.batch(24)
-    schedule = Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 8, mse, scale_grads=False)
-    step = lambda x, y: schedule.step(x, target=y)  # noqa: E731
-    return diagnose(step, model, x, y, mse, microbatches=8), "times-microbatches", 8.0, ()
+    model = plain.mlp(2)
+    schedule = pytorchs_own(model, 8, scaled=False)
+    found = found_in(lambda x, y: schedule.step(x, target=y), model, 24, microbatches=8)
+    return found, "times-microbatches", 8.0, ()
 
 
 def averaged_twice():
     """The loss is divided by the number of micro-batches, and the schedule divides again."""
-    model, (x, y) = plain.mlp(2), plain.batch(24)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 8, lambda output, target: mse(output, target) / 8, scale_grads=True)
-    step = lambda x, y: schedule.step(x, target=y)  # noqa: E731
-    return diagnose(step, model, x, y, mse, microbatches=8), "divided-by-microbatches", 1 / 8, ()
+    model = plain.mlp(2)
+    schedule = pytorchs_own(model, 8, lambda output, target: mse(output, target) / 8, scaled=True)
+    found = found_in(lambda x, y: schedule.step(x, target=y), model, 24, microbatches=8)
+    return found, "divided-by-microbatches", 1 / 8, ()
 
 
 def only_the_last_counted():
     """The optimizer's gradients are emptied before each micro-batch, not before each step."""
-    model, (x, y) = plain.mlp(2), plain.batch(24)
+    model = plain.mlp(2)
 
     def step(x, y):
         for rows, targets in pieces(x, y, 8):
             model.zero_grad()
             mse(model(rows), targets).backward()
 
-    return diagnose(step, model, x, y, mse, microbatches=8), "missing-microbatches", 8.0, (7,)
+    return found_in(step, model, 24, microbatches=8), "missing-microbatches", 8.0, (7,)
 
 
 def summed_over_replicas():
     """Each replica averages over its own rows; the all-reduce sums."""
-    model, (x, y) = plain.mlp(2), plain.batch(24)
+    model = plain.mlp(2)
 
     def step(x, y):
         for rows, targets in pieces(x, y, 3):
@@ -118,20 +121,20 @@ def summed_over_replicas():
             for own, its in zip(model.parameters(), replica.parameters(), strict=True):
                 own.grad = its.grad + (0 if own.grad is None else own.grad)
 
-    return diagnose(step, model, x, y, mse, microbatches=12, replicas=3), "summed-over-replicas", 3.0, ()
+    return found_in(step, model, 24, microbatches=12, replicas=3), "summed-over-replicas", 3.0, ()
 
 
-FIELD = [
-    times_the_tokens,
-    a_moving_average,
-    summed_not_averaged,
-    averaged_twice,
-    only_the_last_counted,
-    summed_over_replicas,
-]
-
-
-@pytest.mark.parametrize("bug", FIELD, ids=[bug.__name__ for bug in FIELD])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        times_the_tokens,
+        a_moving_average,
+        summed_not_averaged,
+        averaged_twice,
+        only_the_last_counted,
+        summed_over_replicas,
+    ],
+)
 def test_each_bug_reported_in_the_field_is_named(bug, one_process):
     found, code, factor, microbatches = bug()
     assert (found.code, found.microbatches) == (code, microbatches)
@@ -174,8 +177,8 @@ def looped(model, counts, after=lambda: None):
     ],
 )
 def test_how_often_each_microbatch_counts_names_the_mistake(counts, code, factor, microbatches):
-    model, (x, y) = plain.mlp(2), plain.batch(22)
-    found = diagnose(looped(model, counts), model, x, y, mse, microbatches=5)
+    model = plain.mlp(2)
+    found = found_in(looped(model, counts), model, 22)
     assert (found.code, found.microbatches) == (code, microbatches)
     assert found.factor == (factor and pytest.approx(factor, rel=1e-4))
     assert found.counts == pytest.approx(counts, abs=1e-4)
@@ -198,21 +201,24 @@ def test_microbatches_that_add_nothing_mislead_no_name(counts, rows, shares, cod
     assert (found.code, found.microbatches) == (code, microbatches)
 
 
-def test_microbatches_weighed_alike_or_by_rows_are_named_if_the_loss_does_otherwise():
+@pytest.mark.parametrize(
+    ("code", "weigh"),
+    [
+        ("weighed-alike", lambda targets, all_targets: 1 / 4),
+        ("weighed-by-rows", lambda targets, all_targets: len(targets) / 15),
+        ("right", lambda targets, all_targets: (targets != -100).sum() / (all_targets != -100).sum()),
+    ],
+)
+def test_microbatches_weighed_alike_or_by_rows_are_named_if_the_loss_does_otherwise(code, weigh):
     model, x, y = words(15)
     loss = nn.CrossEntropyLoss()
 
-    def step(x, y, weigh):
+    def step(x, y):
         for tokens, targets in pieces(x, y, 4):
-            (weigh(targets) * loss(model(tokens), targets)).backward()
+            (weigh(targets, y) * loss(model(tokens), targets)).backward()
 
-    for weigh, code in (
-        (lambda _: 1 / 4, "weighed-alike"),
-        (lambda targets: len(targets) / 15, "weighed-by-rows"),
-        (lambda targets: (targets != -100).sum() / (y != -100).sum(), "right"),
-    ):
-        found = diagnose(lambda x, y, weigh=weigh: step(x, y, weigh), model, x, y, loss, microbatches=4)
-        assert (found.code, found.factor) == (code, pytest.approx(1))
+    found = diagnose(step, model, x, y, loss, microbatches=4)
+    assert (found.code, found.factor) == (code, pytest.approx(1))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -225,13 +231,13 @@ def test_the_loss_itself_decides_how_much_a_microbatch_weighs(reduction):
 
 
 def test_a_stage_without_gradients_is_named_and_the_others_are_explained():
-    model, (x, y) = plain.mlp(4), plain.batch(20)
+    model = plain.mlp(4)
 
     def detached(x, y):
         mse(model[2:](model[:2](x).detach()), y).backward()
 
     first = [name for name, _ in model.named_parameters() if name < "2"]
-    found = diagnose(detached, model, x, y, mse, microbatches=5)
+    found = found_in(detached, model)
     assert (found.code, found.factor, list(found.wrong)) == ("missing-gradients", 1, first)
     assert "others are right" in str(found)
 
@@ -239,59 +245,52 @@ def test_a_stage_without_gradients_is_named_and_the_others_are_explained():
         for rows, targets in pieces(x, y, 5):
             detached(rows, targets)
 
-    found = diagnose(detached_and_summed, model, x, y, mse, microbatches=5)
+    found = found_in(detached_and_summed, model)
     assert (found.code, found.factor, found.wrong) == ("missing-gradients", 5, tuple(found.parameters))
     factors = {name: each.factor for name, each in found.parameters.items()}
     assert factors == pytest.approx({name: 0 if name in first else 5 for name in found.parameters})
     assert "number of micro-batches" in str(found)
-    assert diagnose(lambda x, y: None, model, x, y, mse, microbatches=5).code == "no-gradients"
+    assert found_in(lambda x, y: None, model).code == "no-gradients"
 
 
 @pytest.mark.parametrize(("factor", "code"), [(5.0, "times-microbatches"), (-1.0, "sign")])
 def test_a_mistake_in_one_stage_only_names_its_parameters(factor, code):
-    model, (x, y) = plain.mlp(4), plain.batch(20)
-    late = [(name, each) for name, each in model.named_parameters() if name >= "2"]
+    model = plain.mlp(4)
+    late = {name: each for name, each in model.named_parameters() if name >= "2"}
 
     def after():
-        for _, parameter in late:
+        for parameter in late.values():
             parameter.grad *= factor
 
-    found = diagnose(looped(model, [1] * 5, after), model, x, y, mse, microbatches=5)
-    assert (found.code, found.factor) == (code, factor)
-    assert found.wrong == tuple(name for name, _ in late)
-
-
-def after_a_loop(model, change):
-    """Return a right loop of five micro-batches, after which the gradients are changed."""
-    return looped(model, [1] * 5, lambda: change(dict(model.named_parameters())))
+    found = found_in(looped(model, [1] * 5, after), model)
+    assert (found.code, found.factor, found.wrong) == (code, factor, tuple(late))
 
 
 def test_each_parameter_is_listed_with_its_own_factor():
     model, (x, y) = plain.mlp(6), plain.batch(20)
+    weights = dict(model.named_parameters())
 
-    def scaled(weights):
+    def scaled():
         weights["0.weight"].grad *= 0.5
         weights["2.weight"].grad *= 3
         weights["2.bias"].grad.zero_()
         weights["4.bias"].grad += torch.arange(6.0)
 
-    found = diagnose(after_a_loop(model, scaled), model, x, y, mse, microbatches=5)
+    found = found_in(looped(model, [1] * 5, scaled), model)
     assert found.wrong == ("0.weight", "2.weight", "2.bias", "4.bias")
     factors = {name: each.factor for name, each in found.parameters.items()}
-    of_all = {"0.weight": 0.5, "0.bias": 1, "2.weight": 3, "2.bias": 0, "4.weight": 1, "4.bias": None}
-    assert {name for name, each in factors.items() if each is None} == {"4.bias"}
-    assert all(factors[name] == pytest.approx(each, rel=1e-5) for name, each in of_all.items() if each is not None)
+    assert factors.pop("4.bias") is None
+    of_all = {"0.weight": 0.5, "0.bias": 1, "2.weight": 3, "2.bias": 0, "4.weight": 1}
+    assert factors == pytest.approx(of_all, rel=1e-5)
     assert found.parameters["0.weight"].off == pytest.approx(0.5 * shared(model, x, y, "0.weight"), rel=1e-3)
     assert found.parameters["4.weight"].off < 1e-6
-    lines = str(found).splitlines()
-    assert "  right: 0.bias, 4.weight" in lines
-    assert "  wrong, 3 times: 2.weight" in lines
-    assert "  wrong, no multiple: 4.bias" in lines
+    for line in ("  right: 0.bias, 4.weight", "  wrong, 3 times: 2.weight", "  wrong, no multiple: 4.bias"):
+        assert line in str(found).splitlines()
     model.append(nn.Linear(6, 6))
     model.forward = lambda x: model[:5](x)  # the last layer is not used
-    found = diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5)
+    found = found_in(looped(model, [5] * 5), model)
     assert {*found.parameters} - {*found.wrong} == {"6.weight", "6.bias"}
-    right = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
+    right = found_in(looped(model, [1] * 5), model)
     assert (right.wrong, {each.factor for each in right.parameters.values()}) == ((), {1})
 
 
@@ -304,21 +303,18 @@ def shared(model, x, y, name):
 def test_microbatches_that_cannot_be_told_apart_are_named_and_nothing_else():
     model, (x, y) = plain.mlp(2), plain.batch(20)
     x[4:8], y[4:8] = x[:4], y[:4]  # micro-batches 0 and 1 are the same
-    for counts in ([2, 0, 1, 1, 1], [1, 0, 1, 1, 1]):
-        found = diagnose(looped(model, counts), model, x, y, mse, microbatches=5)
-        if sum(counts) == 5:
-            assert found.code == "right"  # the gradient is
-        else:
-            assert (found.code, found.microbatches, found.factor) == ("collinear", (0, 1), None)
+    assert found_in(looped(model, [2, 0, 1, 1, 1]), model, (x, y)).code == "right"  # the gradient is
+    found = found_in(looped(model, [1, 0, 1, 1, 1]), model, (x, y))
+    assert (found.code, found.microbatches, found.factor) == ("collinear", (0, 1), None)
     x[:], y[:] = x[:4].repeat(5, 1), y[:4].repeat(5, 1)
-    found = diagnose(looped(model, [1, 0, 1, 0, 1]), model, x, y, mse, microbatches=5)
+    found = found_in(looped(model, [1, 0, 1, 0, 1]), model, (x, y))
     assert (found.code, found.microbatches) == ("collinear", (0, 1, 2, 3, 4))
     assert found.factor == pytest.approx(0.6)
 
 
 def test_a_number_with_two_meanings_is_not_given_one():
-    model, (x, y) = plain.mlp(2), plain.batch(20)
-    found = diagnose(looped(model, [4] * 4), model, x, y, mse, microbatches=4, replicas=4)
+    model = plain.mlp(2)
+    found = found_in(looped(model, [4] * 4), model, microbatches=4, replicas=4)
     assert (found.code, found.factor) == ("scaled", 4)
     assert "the number of micro-batches, and the number of replicas" in str(found)
 
@@ -326,20 +322,20 @@ def test_a_number_with_two_meanings_is_not_given_one():
 def test_random_numbers_and_nan_are_said():
     (x, y), model = plain.batch(20), nn.Sequential(nn.Dropout(0.5), *plain.mlp(2))
     backwards = lambda x, y: mse(model(x.flip(0)), y.flip(0)).backward()  # noqa: E731
-    assert "model.eval()" in str(diagnose(backwards, model, x, y, mse, microbatches=5))
+    assert "model.eval()" in str(found_in(backwards, model))
     model.eval()
-    assert diagnose(backwards, model, x, y, mse, microbatches=5).code == "right"
+    assert found_in(backwards, model).code == "right"
     x[3, 0] = torch.nan
-    assert diagnose(backwards, model, x, y, mse, microbatches=5).code == "not-finite"
+    assert found_in(backwards, model, (x, y)).code == "not-finite"
 
 
 def test_learned_targets_leave_rounding_and_no_accusation():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(6, 8)
-    y = model(x).detach() * (1 + 1e-7)
+    batch = x, model(x).detach() * (1 + 1e-7)
     step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
-    assert diagnose(step, model, x, y, mse, microbatches=6).code in ("right", "rounding")
-    assert diagnose(looped(model, [6] * 6), model, x, y, mse, microbatches=6).code == "rounding"
+    assert found_in(step, model, batch, microbatches=6).code in ("right", "rounding")
+    assert found_in(looped(model, [6] * 6), model, batch, microbatches=6).code == "rounding"
 
 
 # ── Right steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,11 +352,10 @@ def test_a_pipeline_is_right_with_replicas_and_uneven_rows():
 
 
 def test_batchnorm_is_compared_with_the_same_microbatches():
-    (x, y), model = plain.batch(20), nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6))
-    found = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
-    assert found.code == "right"
+    model = nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6))
+    assert found_in(looped(model, [1] * 5), model).code == "right"
     assert float(model[-1].running_mean.abs().sum()) == 0
-    assert diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5).code == "times-microbatches"
+    assert found_in(looped(model, [5] * 5), model).code == "times-microbatches"
 
 
 def test_a_step_with_everything_leaves_no_trace():
@@ -416,12 +411,11 @@ def learned(steps):
 def test_coarse_types_are_right_within_their_rounding():
     model, (x, y) = plain.mlp(2), plain.batch(20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5).code == "right"
-        assert diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5).code == "times-microbatches"
+        assert found_in(looped(model, [1] * 5), model).code == "right"
+        assert found_in(looped(model, [5] * 5), model).code == "times-microbatches"
     model.to(torch.bfloat16)
-    x, y = x.bfloat16(), y.bfloat16()
     step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
-    assert diagnose(step, model, x, y, mse, microbatches=5).code == "right"
+    assert found_in(step, model, (x.bfloat16(), y.bfloat16())).code == "right"
 
 
 @pytest.mark.parametrize("steps", [0, 300])
@@ -456,50 +450,44 @@ def test_what_is_wrong_in_bfloat16_is_named_wherever_autocast_is(where, counts, 
 
 
 def test_a_wrong_step_in_float32_is_not_taken_for_rounding():
-    model, (x, y) = plain.mlp(4), plain.batch(24)
-
-    def step(x, y):
-        mse(model(x), y + 1e-2 * y.roll(1, 0)).backward()
-
-    found = diagnose(step, model, x, y, mse, microbatches=6)
+    model = plain.mlp(4)
+    found = found_in(lambda x, y: mse(model(x), y + 1e-2 * y.roll(1, 0)).backward(), model, 24, microbatches=6)
     assert found.code == "unexplained"
     assert found.residual < 0.02
     assert " 0.0" not in str(found)  # the share is said, however small
 
 
 def test_what_cannot_be_verified_is_said_as_verify_says_it():
-    (x, y), model = plain.batch(20), nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6), nn.Dropout(0.5))
-    with Pipeline(model, OneFOneB(2, 5), mse) as pipe:
-        reasons = pipe.verify(x, y).unproven
+    model = nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    reasons = verified(model, OneFOneB(2, 5), 20).unproven
     assert len(reasons) == 2
-    found = diagnose(looped(model, [1] * 5), model, x, y, mse, microbatches=5)
+    found = found_in(looped(model, [1] * 5), model)
     assert found.code == "right"
     assert str(found).splitlines()[1:] == [f"not verified: {reason}" for reason in reasons]
-    assert "not verified" not in str(diagnose(looped(model.eval(), [1] * 5), model, x, y, mse, microbatches=5))
+    assert "not verified" not in str(found_in(looped(model.eval(), [1] * 5), model))
 
 
 # ── What a step trains ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_process_diagnoses_the_stages_that_it_trains():
-    model, (x, y) = plain.mlp(4), plain.batch(20)
+    model = plain.mlp(4)
     copied = copy.deepcopy(model)
 
     def step(x, y):
         for rows, targets in pieces(x, y, 5):
             mse(copied(rows), targets).backward()
 
-    found = diagnose(step, model, x, y, mse, microbatches=5, trained=[copied])
+    found = found_in(step, model, trained=[copied])
     assert (found.code, len(found.wrong)) == ("times-microbatches", 4)
     assert all(each.grad is None for each in copied.parameters())
-    part = diagnose(looped(model, [5] * 5), model, x, y, mse, microbatches=5, trained=[model[2:]])
+    part = found_in(looped(model, [5] * 5), model, trained=[model[2:]])
     assert (part.code, part.wrong) == ("times-microbatches", ("2.weight", "2.bias"))  # names are the model's
     with torch.no_grad():
         copied[2].weight += 1
-    with pytest.raises(UsageError, match=r"2\.weight in trained has other weights"):
-        diagnose(step, model, x, y, mse, microbatches=5, trained=[copied])
-    with pytest.raises(UsageError, match=r"0\.weight in trained has other weights than the model's"):
-        diagnose(step, model, x, y, mse, microbatches=5, trained=[nn.Sequential(*copied[2:])])
+    for trained, name in ((copied, "2.weight"), (nn.Sequential(*copied[2:]), "0.weight")):
+        with pytest.raises(UsageError, match=f"{name} in trained has other weights than the model's"):
+            found_in(step, model, trained=[trained])
 
 
 @pytest.mark.dist
@@ -511,32 +499,24 @@ def test_processes_of_pytorchs_own_schedule_diagnose_their_stages():
 
 
 def test_what_cannot_be_compared_is_refused():
-    model, (x, y) = plain.mlp(2), plain.batch(20)
+    model = plain.mlp(2)
     step = looped(model, [1] * 5)
-    with pytest.raises(UsageError, match="19 rows, and the batch has 20"):
-        diagnose(step, model, x, y, mse, microbatches=[10, 9])
     contrast = lambda output, target: (output @ target.T).softmax(0).trace()  # noqa: E731 - rows against rows
+    with pytest.raises(UsageError, match="19 rows, and the batch has 20"):
+        found_in(step, model, microbatches=[10, 9])
     with pytest.raises(LossError, match="no weighted sum"):
-        diagnose(step, model, x, y, contrast, microbatches=5)
-    found = diagnose(step, model, x, y, contrast, microbatches=5, reduction="mean")
-    assert found.code == "unexplained"
+        found_in(step, model, loss=contrast)
+    assert found_in(step, model, loss=contrast, reduction="mean").code == "unexplained"
     with pytest.raises(UsageError, match="no parameter"):
-        diagnose(step, model.requires_grad_(False), x, y, mse, microbatches=5)
+        found_in(step, model.requires_grad_(False))
 
 
 def test_a_model_with_several_inputs_is_called_as_you_say():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, *, ids, mask):
-            return {"scores": self.layer(ids) * mask, "length": mask.sum()}
-
-    model, (rows, y) = Both(), plain.batch(12)
-    x = {"ids": rows, "mask": torch.ones(12, 1)}
-    loss = lambda output, target: mse(output["scores"], target)  # noqa: E731
-    found = diagnose(
-        lambda x, y: loss(model(**x), y).backward(), model, x, y, loss, microbatches=3, forward=lambda x: model(**x)
+    model = plain.Made(
+        lambda self, ids, mask: {"scores": self.layer(ids) * mask, "length": mask.sum()}, layer=nn.Linear(6, 6)
     )
-    assert found.code == "right"
+    rows, y = plain.batch(12)
+    loss = lambda output, target: mse(output["scores"], target)  # noqa: E731
+    step = lambda x, y: loss(model(**x), y).backward()  # noqa: E731
+    batch = {"ids": rows, "mask": torch.ones(12, 1)}, y
+    assert found_in(step, model, batch, loss, microbatches=3, forward=lambda x: model(**x)).code == "right"

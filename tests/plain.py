@@ -96,6 +96,17 @@ class Made(nn.Module):
         return self.does(self, *given, **named)
 
 
+def unlisted(layers):
+    """Return the same layers in no sequence: PyTorch's tracer must cut it, for each length of a row anew."""
+
+    def through(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    return Made(through, layers=nn.ModuleList(layers))
+
+
 def root_of_weight():
     """Return a module whose weight's gradient, of a root at zero, is not finite; all else is."""
     return Made(lambda self, x: x + self.weight.sqrt(), weight=nn.Parameter(torch.zeros(1)))

@@ -86,6 +86,13 @@ def run_in(
     return ended
 
 
+def launched(ranks: int, script: Path, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script by `pipelab launch`; return how that ended, and what it said."""
+    command = [sys.executable, "-m", "pipelab", "launch", "--ranks", str(ranks), str(script), *arguments]
+    settings = {"env": environment(), "timeout": 120} | settings
+    return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
+
+
 def _said(path: Path) -> str:
     """Return what a process wrote."""
     return without_gloo(path.read_text()) if path.exists() else ""

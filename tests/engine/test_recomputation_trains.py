@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pipes
 from functools import partial
 
+import plain
 import pytest
 import torch
 from torch import nn
@@ -58,8 +60,7 @@ def test_gradients_are_those_without_it_bit_for_bit(plan, ahead):
 
 def test_a_few_micro_batches_may_run_again_and_verify_agrees():
     plan = Plan.parse("0F0 0F1 0B0 0C1 0F2 0B1 0B2; 1F0 1B0 1F1 1F2 1C2 1B1 1B2")
-    with pipelab.Pipeline(made(2), plan, LOSS) as pipe:
-        assert pipe.verify(torch.randn(6, 4), torch.randn(6, 4)).exact
+    assert pipes.verified(made(2), plan, plain.batch(6, 4)).exact
 
 
 def test_between_f_and_c_a_rank_keeps_the_input_alone():
@@ -92,78 +93,58 @@ def test_on_the_last_stage_the_second_output_counts_if_the_loss_needs_it(loss, s
 
 def test_batch_norm_counts_each_micro_batch_once():
     model = made(2, partial(nn.BatchNorm1d, 4))
-    plain = pipelab.GPipe(2, 3).plan()
-    assert same(trained(model, with_recompute(plain), 2), trained(model, plain, 2))
+    once = pipelab.GPipe(2, 3).plan()
+    assert same(trained(model, with_recompute(once), 2), trained(model, once, 2))
 
 
 def test_outputs_with_integers_and_frozen_stages_pass_on_what_has_a_gradient():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, given):
-            value, at = given if isinstance(given, tuple) else (given, torch.arange(4))
-            return self.inner(value)[:, at], at
-
-    class Last(Both):
-        def forward(self, given):
-            return super().forward(given)[0]
+    def both(self, given):
+        value, at = given if isinstance(given, tuple) else (given, torch.arange(4))
+        return self.inner(value)[:, at], at
 
     torch.manual_seed(0)
-    model = nn.Sequential(Both(), Both(), Last())
-    model[0].requires_grad_(False)
-    plain = pipelab.GPipe(3, 2).plan()
-    assert same(trained(model, with_recompute(plain)), trained(model, plain))
+    first, second, last = (plain.Made(both, inner=nn.Linear(4, 4)) for _ in range(3))
+    last.does = lambda self, given: both(self, given)[0]
+    first.requires_grad_(False)
+    model, once = nn.Sequential(first, second, last), pipelab.GPipe(3, 2).plan()
+    assert same(trained(model, with_recompute(once)), trained(model, once))
 
 
-class Halves(nn.Module):
-    """Writes into its input: a tensor, or an integer tensor beside one, which is no leaf with a gradient."""
+def halves(clones):
+    """Return a stage that writes into its input: a tensor, or an integer tensor beside one, no leaf with a gradient."""
 
-    def __init__(self, clones=False):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.clones = clones
-
-    def forward(self, given):
+    def does(self, given):
         value, at = given if isinstance(given, tuple) else (given, torch.zeros(4, dtype=torch.int64))
         written = at if isinstance(given, tuple) else value
-        (written.clone() if self.clones else written).add_(1)
+        (written.clone() if clones else written).add_(1)
         return (self.inner(value), at)
 
-
-class Sum(nn.Module):
-    def forward(self, given):
-        return given[0] * given[1]
+    return plain.Made(does, inner=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_writes_into_its_input_does_not_run_again(stage):
-    x, y = torch.randn(4, 4), torch.randn(4, 4)
-    for clones in (False, True):
-        model = nn.Sequential(Halves(clones), Halves(clones), Sum())
-        with pipelab.Pipeline(model, with_recompute(pipelab.GPipe(3, 2), stages=[stage]), LOSS) as pipe:
-            if clones:
-                pipe.step(x, y)
-            else:
-                with pytest.raises(pipelab.StageError, match=r"wrote into its input.*runs again.*\n.*try: .*clone"):
-                    pipe.step(x, y)
+    plan = with_recompute(pipelab.GPipe(3, 2), stages=[stage])
+    last = plain.Made(lambda _, given: given[0] * given[1])
+    pipes.stepped([halves(clones=True), halves(clones=True), last], plan, plain.batch(4, 4))
+    told = r"wrote into its input.*runs again.*\n.*try: .*clone"
+    pipes.refused(told, [halves(clones=False), halves(clones=False), last], plan, plain.batch(4, 4))
 
 
 @pytest.mark.parametrize("inplace", [nn.ReLU, nn.Hardtanh])
 def test_a_stage_whose_layers_are_in_place_runs_again(inplace):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(inplace(inplace=True), nn.Linear(4, 4)) for _ in range(2)))
-    plain = pipelab.GPipe(2, 2).plan()
-    assert same(trained(model, with_recompute(plain)), trained(model, plain))
+    once = pipelab.GPipe(2, 2).plan()
+    assert same(trained(model, with_recompute(once)), trained(model, once))
 
 
 def test_autocast_reaches_the_second_forward():
-    model, plain = made(2), pipelab.GPipe(2, 2).plan()
+    model, once = made(2), pipelab.GPipe(2, 2).plan()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        again, once = trained(model, with_recompute(plain)), trained(model, plain)
-    assert same(again, once)
-    assert not same(once, trained(model, plain))
+        again, without = trained(model, with_recompute(once)), trained(model, once)
+    assert same(again, without)
+    assert not same(without, trained(model, once))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -183,21 +164,26 @@ def test_random_numbers_are_refused_in_any_step(ranks, first):
 def test_a_stage_that_draws_may_be_beside_one_that_runs_again():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
     with pipelab.Pipeline(model, with_recompute(pipelab.GPipe(2, 2), stages=[0]), LOSS) as pipe:
-        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
-        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        for _ in range(2):
+            pipe.step(*plain.batch(4, 4))
 
 
 def test_with_updates_it_uses_the_version_of_its_forward():
-    plain = pipelab.PipeDream(2, 5).plan()
+    once = pipelab.PipeDream(2, 5).plan()
     options = {"optimizer": partial(torch.optim.SGD, lr=0.5)}
     model = made(2)
-    ours, theirs = (trained(model, plan, **options) for plan in (with_recompute(plain), plain))
+    ours, theirs = (trained(model, plan, **options) for plan in (with_recompute(once), once))
     assert same(ours, theirs)
     assert not torch.equal(ours[-1], list(model.parameters())[-1])
 
 
-def test_processes_and_slices_do_not_run_it():
-    with pytest.raises(pipelab.EngineError, match="recomputation"):
-        pipelab.Pipeline(made(2), with_recompute(pipelab.GPipe(2, 4)), LOSS, engine="torch")
-    with pytest.raises(pipelab.EngineError, match="slices"):
-        pipelab.Pipeline(made(2), with_recompute(pipelab.Seq1F1B(2, 4)), LOSS, sequence_dim=1)
+@pytest.mark.parametrize(
+    ("schedule", "settings", "told"),
+    [
+        (pipelab.GPipe(2, 4), {"engine": "torch"}, "recomputation"),
+        (pipelab.Seq1F1B(2, 4), {"sequence_dim": 1}, "slices"),
+    ],
+)
+def test_processes_and_slices_do_not_run_it(schedule, settings, told):
+    with pytest.raises(pipelab.EngineError, match=told):
+        pipelab.Pipeline(made(2), with_recompute(schedule), LOSS, **settings)

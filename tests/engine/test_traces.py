@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
+from pipes import mse, stepped
 
 import plain
 import pytest
@@ -16,8 +18,6 @@ from traces import assert_obeys, threads_of
 import pipelab
 from pipelab import Cost, GPipe, OneFOneB, Pipeline, Plan, compare, emulated, schedules, simulate
 
-mse = nn.functional.mse_loss
-
 
 @given(case=legal_cases())
 def test_a_measured_trace_of_any_legal_order_obeys_it(case):
@@ -27,41 +27,24 @@ def test_a_measured_trace_of_any_legal_order_obeys_it(case):
 
 
 def test_every_rank_runs_on_a_thread_of_its_own_and_not_on_the_callers():
-    import threading
+    def where(self, x):
+        self.threads.add(str(threading.get_native_id()))
+        return self.linear(x)
 
-    seen = {}
-
-    class Where(nn.Module):
-        def __init__(self, stage):
-            super().__init__()
-            self.stage, self.linear = stage, nn.Linear(6, 6)
-
-        def forward(self, x):
-            seen.setdefault(self.stage, set()).add(str(threading.get_native_id()))
-            return self.linear(x)
-
-    with Pipeline([Where(stage) for stage in range(4)], OneFOneB(4, 5), mse) as pipe:
-        trace = pipe.step(*plain.batch(5)).trace
-        assert [seen[rank] for rank in range(4)] == [{thread} for thread in threads_of(trace)]
-        assert str(threading.get_native_id()) not in threads_of(trace)
+    stages = [plain.Made(where, linear=nn.Linear(6, 6), threads=set()) for _ in range(4)]
+    trace = stepped(stages, OneFOneB(4, 5), 5).trace
+    assert [stage.threads for stage in stages] == [{thread} for thread in threads_of(trace)]
+    assert str(threading.get_native_id()) not in threads_of(trace)
 
 
-def test_a_simulated_and_a_measured_trace_compare():
+def test_a_simulated_and_a_measured_trace_compare_and_a_measured_one_is_saved_and_read_again(tmp_path):
     plan = OneFOneB(2, 4).plan()
-    with Pipeline(plain.mlp(4), plan, mse) as pipe:
-        measured = pipe.step(*plain.batch(8)).trace
-    simulated = simulate(plan, Cost(forward=1, backward=2))
+    measured, simulated = stepped(plain.mlp(4), plan).trace, simulate(plan, Cost(forward=1, backward=2))
     assert type(simulated) is type(measured)
     assert measured.peak_activations == simulated.peak_activations
     assert 0 <= measured.bubble < 1
     assert str(compare(simulated, measured))
-
-
-def test_a_trace_is_saved_and_read_again(tmp_path):
-    with Pipeline(plain.mlp(4), OneFOneB(2, 3), mse) as pipe:
-        trace = pipe.step(*plain.batch(6)).trace
-    assert pipelab.Trace.load(trace.save(tmp_path / "measured.json")) == trace
-    assert str(trace)
+    assert pipelab.Trace.load(measured.save(tmp_path / "measured.json")) == measured
 
 
 def test_a_trace_may_be_read_after_the_pipeline_was_closed_and_other_steps_were_run():
@@ -128,24 +111,12 @@ def run_emulated(schedule):
     return step.trace
 
 
-def test_gpipes_ranks_work_side_by_side():
-    assert busy_ranks(run_emulated(GPipe(4, 8))) == 4
-
-
-def test_1f1bs_ranks_work_side_by_side():
-    assert busy_ranks(run_emulated(OneFOneB(4, 8))) == 4
-
-
-def test_naives_ranks_never_work_side_by_side():
-    assert busy_ranks(run_emulated(schedules["naive"](4, 3))) == 1
-
-
-def test_more_ranks_than_cores_work_side_by_side():
-    assert busy_ranks(run_emulated(GPipe(8, 16))) == 8
-
-
-def test_an_emulated_stage_takes_at_least_its_time_forward_and_backward():
-    trace = run_emulated(OneFOneB(2, 3))
+@pytest.mark.parametrize(
+    ("schedule", "busy"), [(GPipe(4, 8), 4), (OneFOneB(4, 8), 4), (schedules["naive"](4, 3), 1), (GPipe(8, 16), 8)]
+)
+def test_ranks_work_side_by_side_and_no_action_takes_less_than_its_time(schedule, busy):
+    trace = run_emulated(schedule)
+    assert busy_ranks(trace) == busy
     assert all(event.end - event.start >= (5 if event.action.kind == "F" else 10) for event in trace.events)
 
 
@@ -169,29 +140,18 @@ def test_emulated_stages_tell_their_times():
 
 
 def test_a_trace_of_a_plan_by_hand_names_it():
-    plan = Plan.parse(["0F0 0B0", "1F0 1B0"], name="by hand")
-    with Pipeline(plain.mlp(4), plan, mse) as pipe:
-        assert pipe.step(*plain.batch(2)).trace.name == "by hand"
+    assert stepped(plain.mlp(4), Plan.parse(["0F0 0B0", "1F0 1B0"], name="by hand"), 2).trace.name == "by hand"
 
 
-class Given(nn.Module):
-    """Counts how many of its inputs are alive at each of its forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.inputs, self.peak = weakref.WeakSet(), 0
-
-    def forward(self, x):
-        self.inputs.add(x)
-        self.peak = max(self.peak, len(self.inputs))
-        return self.linear(x).tanh()
+def counts_inputs(self, x):
+    """Count how many of the inputs are alive at each forward."""
+    self.inputs.add(x)
+    self.peak = max(self.peak, len(self.inputs))
+    return self.linear(x).tanh()
 
 
 def test_a_backward_frees_what_it_used_although_outputs_and_losses_are_kept():
-    plan = schedules["1f1b"](4, 6).plan()
-    model = nn.Sequential(*(Given() for _ in range(4)))
-    with Pipeline(model, plan, mse) as pipe:
-        step = pipe.step(*plain.batch(12))
+    stages = [plain.Made(counts_inputs, linear=nn.Linear(6, 6), inputs=weakref.WeakSet(), peak=0) for _ in range(4)]
+    step = stepped(nn.Sequential(*stages), schedules["1f1b"](4, 6), 12)
     assert len(step.outputs) == 12
-    assert [stage.peak for stage in model[1:]] == list(step.trace.peak_activations)[1:]
+    assert [stage.peak for stage in stages[1:]] == list(step.trace.peak_activations)[1:]

@@ -15,30 +15,13 @@ import plain
 import torch
 from torch import nn
 
-from fuzz.verify import plan_of
+from fuzz.verify import differs, plan_of
 from pipelab import Pipeline, Plan, split
 from pipelab.errors import EngineError, SplitError, StageError
 
 WIDTH = 6
 
 mse = nn.functional.mse_loss
-
-
-def compared(pipe: Pipeline, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str | None:
-    """Run a step and plain training; return how the gradients differ."""
-    many = pipe.plan.microbatches
-    alone = plain.each_alone(model, mse, x.clone(), y, many)
-    model.zero_grad()
-    pipe.step(x.clone(), y)
-    for name, ours in plain.taken(model).items():
-        theirs = [each[name] for each in alone]
-        if (ours is None) != (theirs[0] is None):
-            return f"{name}: {ours} in the pipeline, {theirs[0]} in plain training"
-        if ours is not None:
-            off, added = float((ours - sum(theirs)).norm()), sum(float(each.norm()) for each in theirs)
-            if not off <= 1e-6 * added:
-                return f"the gradient of {name} is off by {off:.1e}, of {added:.1e} that is added up"
-    return None
 
 
 def batch_of(draw: random.Random, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +78,7 @@ def fuzz_hooks(seed: int) -> str | None:
         stage.requires_grad_(draw.random() < 0.8)
     with Pipeline(stages, plan, mse) as pipe:
         for _ in range(2):
-            if found := compared(pipe, nn.Sequential(*stages), *batch_of(draw, plan)):
+            if found := differs(pipe, nn.Sequential(*stages), mse, *batch_of(draw, plan)):
                 return f"seed {seed}, {plan.name}, hooks {[stage.names for stage in stages]}: {found}"
     return None
 
@@ -212,7 +195,7 @@ def fuzz_traced(seed: int) -> str | None:
     with Pipeline(stages, plan, mse) as pipe:
         for _ in range(4):
             done.append(change(draw, model))
-            if found := compared(pipe, model, x, y):
+            if found := differs(pipe, model, mse, x, y):
                 return f"{name}, changed {done}: {found}"
     return None
 
@@ -248,13 +231,8 @@ class Buffered(nn.Module):
         return made, room.clone() if self.way == "copies" else room
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, given: Any) -> torch.Tensor:
-        return self.linear(given[0] + given[1] if isinstance(given, tuple) else given)
+def adds(self: plain.Made, given: Any) -> torch.Tensor:
+    return self.linear(given[0] + given[1] if isinstance(given, tuple) else given)
 
 
 def fuzz_buffers(seed: int) -> str | None:
@@ -263,7 +241,10 @@ def fuzz_buffers(seed: int) -> str | None:
     torch.manual_seed(seed)
     plan = plan_of(draw)
     x, y = batch_of(draw, plan)
-    stages = [*(Buffered(draw, len(x) // plan.microbatches) for _ in range(plan.stages - 1)), Last()]
+    stages = [
+        *(Buffered(draw, len(x) // plan.microbatches) for _ in range(plan.stages - 1)),
+        plain.Made(adds, linear=nn.Linear(WIDTH, WIDTH)),
+    ]
     for stage in stages[:-1]:
         stage.requires_grad_(draw.random() < 0.8)
     ways = [stage.way for stage in stages[:-1]]
@@ -271,7 +252,7 @@ def fuzz_buffers(seed: int) -> str | None:
     replicated = any(len(ranks) > 1 for ranks in plan.replicas.values())
     with Pipeline(stages, plan, mse) as pipe:
         try:
-            found = compared(pipe, nn.Sequential(*stages), x, y)
+            found = differs(pipe, nn.Sequential(*stages), mse, x, y)
         except (EngineError, StageError) as error:
             told = "written into" in str(error) or "wrote into" in str(error)
             if told and not all(way in Buffered.RIGHT for way in ways):

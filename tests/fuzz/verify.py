@@ -1,23 +1,16 @@
 """Random models, schedules and batches: `verify` accuses no right pipeline, and gradients are plain training's.
 
-    python tests/fuzz/verify.py 20 5000    # models, and the training steps of each
-
 Each function takes a seed, and returns what went wrong, or nothing.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import plain
+import torch
+from torch import nn
 
 from pipelab import Pipeline, Plan, schedules, split
 from pipelab.errors import VerificationError
@@ -46,29 +39,23 @@ class Case:
             self.optimizer.step()
 
 
-class Attention(nn.Module):
+def attends(self: plain.Made, x: torch.Tensor) -> torch.Tensor:
     """One head; the gradient of the key's bias is zero, but for rounding."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+    query, key, value = self.layers
+    return x + nn.functional.scaled_dot_product_attention(query(x), key(x), value(x))
 
 
-class Residual(nn.Module):
+def adds(self: plain.Made, x: torch.Tensor) -> torch.Tensor:
     """No sequence: PyTorch's tracer cuts it."""
+    first = x
+    for layer in self.layers:
+        x = torch.relu(layer(x)) + first
+    return x
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = x
-        for layer in self.layers:
-            x = torch.relu(layer(x)) + first
-        return x
+def layered(does: object, width: int, layers: int) -> nn.Module:
+    """Return a model of linear layers, and what it does with them."""
+    return plain.Made(does, layers=nn.ModuleList(nn.Linear(width, width) for _ in range(layers)))
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -117,10 +104,10 @@ def case_of(seed: int) -> Case:
     elif kind == "attention":
         x = torch.randn(rows, 4, width)
         y = torch.randn(rows, 4, width)
-        blocks = [layer for _ in range(plan.stages) for layer in (Attention(width), nn.LayerNorm(width))]
+        blocks = [layer for _ in range(plan.stages) for layer in (layered(attends, width, 3), nn.LayerNorm(width))]
         model = nn.Sequential(*blocks, nn.Linear(width, width))
     elif kind == "traced":
-        model, y = Residual(width, plan.stages), torch.randn(rows, width)
+        model, y = layered(adds, width, plan.stages), torch.randn(rows, width)
     else:
         model = mlp(draw, width, plan.stages)
         y = torch.randn(rows, width)
@@ -159,32 +146,29 @@ def fuzz_verify(seed: int, steps: int = 300, every: int = 25) -> str | None:
     return f"a wrong reduction was not found: {wrong}\n{case.name}"
 
 
+def differs(pipe: Pipeline, model: nn.Module, loss: object, x: torch.Tensor, y: torch.Tensor) -> str | None:
+    """Run a step, and the same micro-batches one after another in PyTorch; return how the gradients differ."""
+    alone = plain.each_alone(model, loss, x.clone(), y, pipe.plan.microbatches)
+    model.zero_grad()
+    pipe.step(x.clone(), y)
+    for name, ours in plain.taken(model).items():
+        theirs = [each[name] for each in alone]
+        if (ours is None) != (theirs[0] is None):
+            return f"{name}: {ours} in the pipeline, {theirs[0]} in plain training"
+        if ours is not None:
+            off, added = float((ours - sum(theirs)).norm()), sum(float(each.norm()) for each in theirs)
+            if not off <= 1e-6 * added:
+                return f"the gradient of {name} is off by {off:.1e}, of {added:.1e} that is added up"
+    return None
+
+
 def fuzz_gradients(seed: int) -> str | None:
     """Compare a step's gradients with those of the same micro-batches, one after another, written out in PyTorch."""
     case = case_of(seed)
     case.train(random.Random(seed).choice([0, 3, 30, 300]))
-    many = case.plan.microbatches
-    alone = plain.each_alone(case.model, case.loss, case.x.clone(), case.y, many)
-    case.optimizer.zero_grad()
     with Pipeline(case.stages, case.plan, case.loss) as pipe:
-        loss = pipe.step(case.x, case.y).loss
-    for name, ours in plain.taken(case.model).items():
-        theirs = [each[name] for each in alone]
-        if ours is None or theirs[0] is None:
-            if ours is not theirs[0]:
-                return f"{name}: {ours} in the pipeline, {theirs[0]} in plain training\n{case.name}"
-            continue
-        off, added = float((ours - sum(theirs)).norm()), sum(float(each.norm()) for each in theirs)
-        if not off <= 1e-6 * added:
-            return f"the gradient of {name} is off by {off:.1e}, of {added:.1e} that is added up\n{case.name}"
-    expected = case.loss(case.model(case.x.clone()), case.y)
-    if not torch.isclose(loss, expected, rtol=1e-4, atol=1e-9):
-        return f"the loss is {loss}, not {expected}\n{case.name}"
-    return None
-
-
-if __name__ == "__main__":
-    models, steps = map(int, sys.argv[1:])
-    for seed in range(models):
-        found = fuzz_verify(seed, steps) or fuzz_gradients(seed)
-        print(f"seed {seed}: {found or 'right'}", flush=True)
+        found = differs(pipe, case.model, case.loss, case.x, case.y)
+        loss, expected = pipe.step(case.x, case.y).loss, case.loss(case.model(case.x.clone()), case.y)
+    if not found and not torch.isclose(loss, expected, rtol=1e-4, atol=1e-9):
+        found = f"the loss is {loss}, not {expected}"
+    return found and f"{found}\n{case.name}"

@@ -29,12 +29,9 @@ def layer(index):
 
 def meta():
     with torch.device("meta"):
-        return nn.Sequential(*map(layer, range(8)), nn.GRU(6, 6), Last(), nn.Linear(6, 6))
-
-
-class Last(nn.Module):
-    def forward(self, value):
-        return value[0]
+        return nn.Sequential(
+            *map(layer, range(8)), nn.GRU(6, 6), plain.Made(lambda _, value: value[0]), nn.Linear(6, 6)
+        )
 
 
 def tied():
@@ -129,15 +126,10 @@ with Pipeline(meta(), pipelab.OneFOneB(size, 4), mse, engine="torch", timeout=60
             say(case="resumed", same=same, state=plain.equal(state, pipe.state_dict()))
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(6))
-
-
 def refused():
     with torch.device("meta"):
-        model = nn.Sequential(*map(layer, range(3)), Scale())
+        scale = plain.Made(None, gain=nn.Parameter(torch.ones(6)))
+        model = nn.Sequential(*map(layer, range(3)), scale)
     Pipeline(model, pipelab.OneFOneB(size, 4), mse, engine="torch")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import plain
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,20 +14,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import pipelab
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
+def block():
+    def does(self, x):
         if sys.argv[1] == "raises" and dist.get_rank() == 3:
             raise ValueError("odd")
         return self.down(torch.relu(self.up(x)))
 
+    return plain.Made(does, up=nn.Linear(8, 8), down=nn.Linear(8, 8))
+
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 torch.manual_seed(0)
-blocks = nn.Sequential(Block(), Block())
+blocks = nn.Sequential(block(), block())
 how = {"up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=sys.argv[1] == "raises")}
 for block in blocks:
     parallelize_module(block, mesh["tp"], how)

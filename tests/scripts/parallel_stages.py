@@ -68,9 +68,7 @@ def run(case):
     how, schedule = case.split()
     plan = pipelab.schedules[schedule](2, 4).plan()
     ours, same, alone = spread(model(), how), spread(model(), how), model()
-    given = (
-        list(ours) if plan.stages == len(ours) else ours
-    )  # a list of stages, each spread as a whole
+    given = list(ours) if plan.stages == len(ours) else ours  # a list of stages, each spread as a whole
     group = mesh["pp"].get_group()
 
     def refused(**options):

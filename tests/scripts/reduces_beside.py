@@ -12,15 +12,14 @@ import pipelab
 plan = pipelab.replicate(pipelab.LoopedBFS(1, 2, stages_per_rank=2), 2)
 
 
-class Layer(nn.Linear):
-    """A layer with a parameter that no replica uses, and one that a replica alone uses."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.unused, self.seldom = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(6))
-
-    def forward(self, x):
-        return super().forward(x) + (self.seldom if x.flatten()[0] == 0 else 0)
+def layer():
+    """Return a layer with a parameter that no replica uses, and one that a replica alone uses."""
+    return plain.Made(
+        lambda self, x: self.linear(x) + (self.seldom if x.flatten()[0] == 0 else 0),
+        unused=nn.Parameter(torch.ones(3)),
+        seldom=nn.Parameter(torch.ones(6)),
+        linear=nn.Linear(6, 6),
+    )
 
 
 x, y = plain.batch(8)
@@ -28,7 +27,7 @@ x[2] = 0  # micro-batch 1: of the second replica
 found = {}
 for runs in ("in-row", "beside"):
     torch.manual_seed(0)
-    model = nn.Sequential(Layer(), Layer())
+    model = nn.Sequential(layer(), layer())
     with pipelab.Pipeline(
         model, plan, nn.functional.mse_loss, engine="torch", timeout=60, all_reduce_runs=runs
     ) as pipe:

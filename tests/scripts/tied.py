@@ -21,12 +21,6 @@ plans = {
 }
 
 
-def through(self, ids):
-    for layer in self.layers:
-        ids = layer(ids)
-    return ids
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(1)
     layers = [nn.Embedding(11, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))]
@@ -42,8 +36,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 for how in sys.argv[1:]:
     ours, alone = model(), model()
     if how == "traced":
-        # which PyTorch's tracer must cut: anew for each length of a row
-        ours, alone = (plain.Made(through, layers=nn.ModuleList(each)) for each in (ours, alone))
+        ours, alone = plain.unlisted(ours), plain.unlisted(alone)
     stages = pipelab.split(ours, into=2, example=torch.zeros(2, 5, dtype=torch.long)) if how == "traced" else ours
     first = "layers.0.weight" if how == "traced" else "0.weight"
     largest, norms = 0.0, []

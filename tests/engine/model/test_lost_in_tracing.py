@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass, field
+from pipes import mse, stepped, verified
 from types import SimpleNamespace
 
 import plain
@@ -16,43 +17,18 @@ from torch.nn.utils import parametrizations
 from pipelab import GPipe, OneFOneB, Pipeline, split
 from pipelab.errors import SplitError
 
-mse = nn.functional.mse_loss
+
+def passing(name, onward, back):
+    """Return a function with a backward of its own."""
+
+    methods = {"forward": lambda ctx, x: onward(x), "backward": lambda ctx, gradient: back(gradient)}
+    kind = torch.autograd.Function
+    return type(kind)(name, (kind,), {each: staticmethod(method) for each, method in methods.items()})
 
 
-class Turns(torch.autograd.Function):
-    """Passes a value on, and its gradient with the other sign."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-class Rounds(torch.autograd.Function):
-    """Rounds a value, and passes its gradient on as if it did not."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Clips(torch.autograd.Function):
-    """Clips the gradient, at a number that no gradient of an example reaches."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clamp(-1e6, 1e6)
+Turns = passing("Turns", lambda x: x.view_as(x), lambda gradient: -gradient)
+Rounds = passing("Rounds", torch.round, lambda gradient: gradient)
+Clips = passing("Clips", lambda x: x.view_as(x), lambda gradient: gradient.clamp(-1e6, 1e6))  # which none reaches
 
 
 def hooked(x):
@@ -93,14 +69,9 @@ def test_a_tensor_hook_that_the_tracer_would_drop_is_refused_at_the_first_gradie
 
 
 def test_a_custom_backward_that_is_refused_trains_in_a_list_of_stages():
-    class Function(nn.Module):
-        def forward(self, x):
-            return hooked(Turns.apply(x))
-
-    layers = Three().layers
-    stages = [nn.Sequential(layers[0], Function()), layers[1], layers[2]]
-    with Pipeline(stages, OneFOneB(3, 4), mse) as pipe:
-        assert pipe.verify(*plain.batch(8)).exact
+    function = plain.Made(lambda _, x: hooked(Turns.apply(x)))
+    first, *others = Three().layers
+    assert verified([nn.Sequential(first, function), *others], OneFOneB(3, 4)).exact
 
 
 def test_a_custom_backward_that_the_tracer_keeps_is_no_reason_to_refuse():
@@ -113,8 +84,7 @@ def test_a_custom_backward_that_the_tracer_keeps_is_no_reason_to_refuse():
     turned.register_fake(torch.empty_like)
     turned.register_autograd(lambda _, gradient: -gradient)
     x, y = plain.batch(8)
-    with Pipeline(split(Three(turned), 3, example=x[:2]), OneFOneB(3, 4), mse) as pipe:
-        assert pipe.verify(x, y).exact
+    assert verified(split(Three(turned), 3, example=x[:2]), OneFOneB(3, 4), (x, y)).exact
 
 
 def test_a_custom_backward_in_another_training_mode_is_refused_when_that_is_traced():
@@ -128,51 +98,39 @@ def test_a_custom_backward_in_another_training_mode_is_refused_when_that_is_trac
         pipe.train().step(x, y)
 
 
-class Unlike(nn.Module):
-    """Embeds words, has a frozen layer, a norm's buffers, and outputs with and without a history."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.frozen = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6).requires_grad_(requires_grad=False)
-        self.norm, self.head, self.idle = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(2, 2)
-
-    def forward(self, words):
-        made = self.head(self.norm(self.frozen(self.table(words))))
-        return made, made.argmax(1), made.detach() * 2
+def unlike(self, words):
+    """Give outputs with and without a history."""
+    made = self.head(self.norm(self.frozen(self.table(words))))
+    return made, made.argmax(1), made.detach() * 2
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_the_comparison_with_the_example_leaves_gradients_buffers_and_random_state(mode):
-    model = Unlike().train(mode)
-    parameters = list(model.parameters())
-    for parameter in parameters:
+    model = plain.Made(
+        unlike,
+        table=nn.Embedding(9, 6, sparse=True),
+        frozen=nn.Linear(6, 6).requires_grad_(requires_grad=False),
+        norm=nn.BatchNorm1d(6),
+        head=nn.Linear(6, 6),
+        idle=nn.Linear(2, 2),
+    ).train(mode)
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = [(each.grad, each.detach().clone()) for each in parameters]
+    gradients = [parameter.grad for parameter in model.parameters()]
     state = {name: each.clone() for name, each in model.state_dict().items()}
     random_state = torch.get_rng_state()
     split(model, 2, example=torch.arange(8))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
-    for parameter, (gradient, values) in zip(parameters, before, strict=True):
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert parameter.grad is gradient
         assert bool((gradient == 1).all())
-        assert torch.equal(parameter, values)
-
-
-class Waves(nn.Module):
-    """Has no parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Tanh(), nn.ReLU()
-
-    def forward(self, x):
-        return self.second(self.first(x))
 
 
 def test_models_without_anything_to_learn_are_compared_by_their_outputs_alone():
     split(Three().requires_grad_(requires_grad=False), 3, example=plain.batch(4)[0])
-    split(Waves(), 2, example=plain.batch(4)[0])
+    waves = plain.Made(lambda self, x: self.second(self.first(x)), first=nn.Tanh(), second=nn.ReLU())
+    split(waves, 2, example=plain.batch(4)[0])
 
 
 @pytest.mark.parametrize("normed", [(1,), (0, 1, 2)])
@@ -264,12 +222,10 @@ def test_what_changes_on_a_traced_models_layers_is_traced_anew_at_the_next_step(
 
 
 def test_a_change_between_the_split_and_the_pipeline_is_traced_anew_too():
-    model = Adjustable()
-    x, y = plain.batch(8)
+    model, (x, y) = Adjustable(), plain.batch(8)
     stages = split(model, 3, example=x[:2])
     model.alpha = 2.0
-    with Pipeline(stages, OneFOneB(3, 4), mse) as pipe:
-        torch.testing.assert_close(pipe.step(x, y).outputs, model(x).detach())
+    torch.testing.assert_close(stepped(stages, OneFOneB(3, 4), (x, y)).outputs, model(x).detach())
 
 
 def test_an_attribute_that_changes_at_every_step_leaves_no_trace_behind():

@@ -123,21 +123,25 @@ def test_nothing_of_a_step_is_kept_for_the_next_one():
         pipe.step(x[:, :9], y[:, :9])
 
 
-def test_sequences_that_cannot_be_cut_evenly_are_refused():
+class Again(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tokens", "error", "told"),
+    [
+        (Block, 16, BatchError, "dimension 1 of x has 16 tokens"),
+        (Again, 15, StageError, "under an activation checkpoint"),
+    ],
+)
+def test_sequences_that_cannot_be_cut_evenly_and_a_cache_under_a_checkpoint_are_refused(layer, tokens, error, told):
+    _, pipe = made(pipelab.Seq1F1B(2, 6, slices=3), layer)
     x, y = batch()
+    with pipe, pytest.raises(error, match=told):
+        pipe.step(x[:, :tokens], y[:, :tokens])
+
+
+def test_micro_batches_that_are_no_multiple_of_the_slices_are_refused():
     with pytest.raises(BatchError, match="into 1 slices and some into 3"):
         made(pipelab.Seq1F1B(2, 4, slices=3))
-    _, pipe = made(pipelab.Seq1F1B(2, 6, slices=3))
-    with pipe, pytest.raises(BatchError, match="dimension 1 of x has 16 tokens"):
-        pipe.step(x, y)
-
-
-def test_a_cache_under_a_checkpoint_is_refused():
-    class Again(Block):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    _, pipe = made(pipelab.Seq1F1B(2, 6, slices=3), Again)
-    x, y = batch()
-    with pipe, pytest.raises(StageError, match="under an activation checkpoint"):
-        pipe.step(x[:, :15], y[:, :15])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pipes
+from pipes import mse
 from unittest.mock import Mock
 
 import plain
@@ -14,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from pipelab import ZBH1, GPipe, LoopedBFS, OneFOneB, Pipeline, replicate
 from pipelab.engine.stage.checkpoint_rng import _draws, _shared
 from pipelab.errors import EngineError
-
-mse = nn.functional.mse_loss
 
 WAYS = {
     "not reentrant": {"use_reentrant": False},
@@ -50,15 +50,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, **self.way)
 
 
-class Calls(nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def refused(model, schedule, loss_fn=mse, told="activation checkpoint"):
+    """Return why a step is refused: the first, or the second if other ranks' checkpoints hid the draws of the first."""
+    with Pipeline(model, schedule, loss_fn) as pipe, pytest.raises(EngineError, match=told) as error:
+        two_steps(pipe)
+    return str(error.value)
 
 
 def two_steps(pipe):
@@ -66,35 +62,28 @@ def two_steps(pipe):
         pipe.step(*plain.batch(8))
 
 
-def refused(model, schedule, loss_fn=mse):
-    """Return why a step is refused: the first, or the second if other ranks' checkpoints hid the draws of the first."""
-    with Pipeline(model, schedule, loss_fn) as pipe, pytest.raises(EngineError, match="activation checkpoint") as error:
-        two_steps(pipe)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_draws_under_a_checkpoint_is_refused_where_ranks_share_a_generator(way, draw):
     model = nn.Sequential(nn.Linear(6, 6), Checkpointed(DRAWS[draw], **WAYS[way]))
-    told = refused(model, GPipe(2, 2))
-    assert "1B0 on rank 1 failed: stage 1 draws random numbers under an activation checkpoint (aten." in told
-    assert "engine='torch'" in told
+    lead = "on rank 1 failed: stage 1 draws random numbers under an activation checkpoint"
+    assert "engine='torch'" in refused(model, GPipe(2, 2), told=rf"1B0 {lead} \(aten\.")
+    if draw == "dropout":
+        refused(model, ZBH1(2, 2), told=f"1I0 {lead}")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_it_is_refused_in_a_split_backward_too(way):
-    told = refused(nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout, **WAYS[way])), ZBH1(2, 2))
-    assert "1I0 on rank 1 failed" in told
-
-
-def test_it_is_refused_wherever_the_checkpoint_runs_again():
-    checkpointed = Checkpointed(dropout)
-    assert "0B0 on rank 0 failed" in refused(nn.Sequential(checkpointed, nn.Linear(6, 6)), GPipe(2, 2))
-    assert "0W0 on rank 0 failed" in refused(nn.Sequential(checkpointed, nn.Linear(6, 6)), ZBH1(2, 2))
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), checkpointed)
-    assert "3B0 on rank 1 failed" in refused(model, LoopedBFS(2, 2))
-    assert "1B0 on rank 1 failed" in refused(model[2:], replicate(OneFOneB(2, 2), 2))
+@pytest.mark.parametrize(
+    ("place", "stages", "schedule", "told"),
+    [
+        (0, 2, GPipe(2, 2), "0B0 on rank 0"),
+        (0, 2, ZBH1(2, 2), "0W0 on rank 0"),
+        (3, 4, LoopedBFS(2, 2), "3B0 on rank 1"),
+        (1, 2, replicate(OneFOneB(2, 2), 2), "1B0 on rank 1"),
+    ],
+)
+def test_it_is_refused_wherever_the_checkpoint_runs_again(place, stages, schedule, told):
+    layers = [Checkpointed(dropout) if stage == place else nn.Linear(6, 6) for stage in range(stages)]
+    refused(nn.Sequential(*layers), schedule, told=f"{told} failed: .*activation checkpoint")
 
 
 def test_it_is_refused_in_the_loss():
@@ -106,19 +95,15 @@ def test_it_is_refused_in_the_loss():
 
 def test_verify_refuses_it_and_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        with pytest.raises(EngineError, match="activation checkpoint"):
-            pipe.verify(*plain.batch(4))
-        assert all(parameter.grad is None for parameter in model.parameters())
+    pipes.refused("activation checkpoint", model, GPipe(2, 2), 4, call="verify", error=EngineError)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_draws_under_a_checkpoint_runs_on_one_rank(way, draw):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(DRAWS[draw], **WAYS[way]))
-    with Pipeline(model, GPipe(1, 1), mse) as pipe:
-        assert pipe.verify(*plain.batch(4)).exact
+    assert pipes.verified(nn.Sequential(nn.Linear(6, 6), Checkpointed(DRAWS[draw], **WAYS[way])), GPipe(1, 1), 4).exact
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -141,7 +126,7 @@ def test_a_checkpoint_is_welcome_where_nothing_is_drawn(way, schedule):
 def test_a_checkpoint_is_welcome_beside_what_draws(way, schedule, monkeypatch):
     looked = Mock(wraps=_draws)
     monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._draws", looked)
-    draws = Calls(lambda x: x + 0 * dropout(x))  # so that gradients can be compared
+    draws = plain.Made(lambda _, x: x + 0 * dropout(x))  # so that gradients can be compared
     attends = Checkpointed(lambda x: scaled_dot_product_attention(x[None], x[None], x[None])[0], **WAYS[way])
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(draws, attends, nn.LayerNorm(6), draws))
     with Pipeline(model, schedule, mse) as pipe:
@@ -158,47 +143,38 @@ def test_ranks_share_the_generators_of_the_cpu_and_of_a_shared_device():
 
 def test_dropout_beside_other_hooks_on_saved_tensors_is_no_checkpoint():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe, torch.autograd.graph.save_on_cpu():
-        pipe.step(*plain.batch(4))
+    with torch.autograd.graph.save_on_cpu():
+        pipes.stepped(model, GPipe(2, 2), 4)
 
 
 def test_only_a_stage_that_gives_cause_is_looked_at_closely(monkeypatch):
     monkeypatch.setattr("pipelab.engine.stage.checkpoint_rng._RefusesDraws", Mock(side_effect=AssertionError))
-    drops_nothing = Checkpointed(nn.Identity())
-    for model in (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), nn.Sequential(nn.Linear(6, 6), drops_nothing)):
-        with Pipeline(model, GPipe(2, 2), mse) as pipe:
-            pipe.step(*plain.batch(4))
+    for last in (nn.Dropout(0.5), Checkpointed(nn.Identity())):
+        pipes.stepped(nn.Sequential(nn.Linear(6, 6), last), GPipe(2, 2), 4)
 
 
-def test_a_stage_that_learns_only_later_is_refused_then():
-    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(dropout)).requires_grad_(False)
-    head = nn.Linear(6, 6)
-    with Pipeline([*model, head], GPipe(3, 2), mse) as pipe:
+class Trains(Checkpointed):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.inner(x)
+
+
+def drops(stage):
+    stage.then.p = 0.5
+
+
+@pytest.mark.parametrize(
+    ("stage", "later"),
+    [
+        (Checkpointed(dropout).requires_grad_(False), lambda stage: stage.requires_grad_(True)),
+        (Trains(nn.Dropout(0.5)).eval(), lambda stage: stage.train()),
+        (Checkpointed(nn.Dropout(0.0)), drops),
+    ],
+    ids=["learns", "trains", "drops"],
+)
+def test_a_stage_that_begins_to_draw_later_is_refused_then(stage, later):
+    with Pipeline([nn.Linear(6, 6).requires_grad_(False), stage, nn.Linear(6, 6)], GPipe(3, 2), mse) as pipe:
         pipe.step(*plain.batch(4))
-        model.requires_grad_(True)
-        with pytest.raises(EngineError, match="activation checkpoint"):
-            pipe.step(*plain.batch(4))
-
-
-def test_a_checkpoint_that_training_alone_uses_is_found_after_an_evaluation():
-    class Trains(Checkpointed):
-        def forward(self, x):
-            return super().forward(x) if self.training else self.inner(x)
-
-    model = nn.Sequential(nn.Linear(6, 6), Trains(dropout)).eval()
-    model[1].then = nn.Dropout(0.5)
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        pipe.step(*plain.batch(4))
-        model.train()
-        with pytest.raises(EngineError, match="activation checkpoint"):
-            pipe.step(*plain.batch(4))
-
-
-def test_a_dropout_that_begins_to_drop_later_is_refused_then():
-    model = nn.Sequential(nn.Linear(6, 6), Checkpointed(nn.Dropout(0.0)))
-    with Pipeline(model, GPipe(2, 2), mse) as pipe:
-        pipe.step(*plain.batch(4))
-        model[1].then.p = 0.5
+        later(stage)
         with pytest.raises(EngineError, match="activation checkpoint"):
             pipe.step(*plain.batch(4))
 

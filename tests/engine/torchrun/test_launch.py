@@ -118,10 +118,7 @@ def test_importing_pipelab_sets_no_hook_of_the_interpreter():
 def test_launch_repeats_at_the_end_what_failed(tmp_path, end, last):
     script = tmp_path / "train.py"
     script.write_text(f"import os, time\nimport pipelab\nif os.environ['RANK'] != '1':\n    time.sleep(60)\n{end}\n")
-    command = [sys.executable, "-m", "pipelab", "launch", str(script), "--ranks", "2"]
-    found = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=processes.environment(), check=False
-    )
+    found = processes.launched(2, script)
     assert found.returncode == 1
     assert found.stderr.endswith(f"\n{last.replace('SCRIPT', str(script))}\n")
     assert "pipelab: rank 1 " in found.stderr
@@ -138,10 +135,7 @@ def test_a_schedule_that_every_process_refuses_is_explained_once(tmp_path):
         "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
         "pipelab.Pipeline(model, plan, torch.nn.MSELoss(), engine='torch')\n"
     )
-    command = [sys.executable, "-m", "pipelab", "launch", str(script), "--ranks", "2"]
-    found = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=processes.environment(), check=False
-    )
+    found = processes.launched(2, script)
     assert found.returncode == 1
     assert (found.stdout + found.stderr).count("unordered: 0B0 on rank 0") == 1, found.stderr
     assert f"{script}, line 4" in found.stderr.partition("failed first:\nScheduleError: 1 fault")[2]

@@ -49,4 +49,4 @@ def test_what_nothing_could_fill_is_refused_by_all_before_they_meet(said):
     assert len(facts) == 6
     for fact in facts:
         assert fact["kind"] == "SplitError"
-        assert fact["told"].startswith("layer '3', Scale, is on the meta device and has no reset_parameters()")
+        assert fact["told"].startswith("layer '3', Made, is on the meta device and has no reset_parameters()")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import processes
 import pytest
@@ -170,9 +168,8 @@ def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine
 
 @pytest.mark.thorough
 def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
-    command = [sys.executable, "-m", "pipelab", "launch", str(processes.ROOT / "docs" / "train.py"), "--ranks", "4"]
     env = {key: value for key, value in processes.environment().items() if key != "OMP_NUM_THREADS"}
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120, check=False)
+    found = processes.launched(4, processes.ROOT / "docs" / "train.py", cwd=tmp_path, env=env)
     assert (found.returncode, found.stderr) == (0, "")
     (result,) = processes.without_gloo(found.stdout).splitlines()
     assert re.match(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipes import mse, refused, verified
+
 import plain
 import pytest
 import torch
@@ -12,15 +14,12 @@ from pipelab import GPipe, OneFOneB, Pipeline
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import VerificationError
 
-mse = nn.functional.mse_loss
 ROWS = 20
 
 
-class Rounds(nn.Module):
-    """Rounds the whole batch otherwise than a part of it, as a matrix product may; here, on every machine."""
-
-    def forward(self, x):
-        return x + 1e-6 * (len(x) == ROWS)
+def rounds():
+    """Return a stage that rounds the whole batch otherwise than a part of it, as a matrix product may."""
+    return plain.Made(lambda _, x: x + 1e-6 * (len(x) == ROWS))
 
 
 def converged(*layers, steps=600):
@@ -39,7 +38,7 @@ def converged(*layers, steps=600):
 
 
 def test_a_right_pipeline_is_not_accused_when_rounding_decides_its_gradients():
-    model, x, y = converged(Rounds())
+    model, x, y = converged(rounds())
     before = [parameter.clone() for parameter in model.parameters()]
     random_state = torch.get_rng_state()
     with Pipeline(model, OneFOneB(2, 8), mse) as pipe:
@@ -55,39 +54,34 @@ def test_a_right_pipeline_is_not_accused_when_rounding_decides_its_gradients():
 
 def test_a_relu_whose_input_is_within_rounding_of_zero_is_no_fault():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Rounds(), nn.ReLU(), nn.Linear(6, 6))
+    model = nn.Sequential(nn.Linear(6, 6), rounds(), nn.ReLU(), nn.Linear(6, 6))
     x, y = plain.batch(ROWS)
     with torch.no_grad():
         model[0].bias.copy_(-(model[0].weight @ x[3]) - 5e-7)  # in the whole batch it is 5e-7 instead
-    with Pipeline(model, OneFOneB(2, 4), mse) as pipe:
-        proof = pipe.verify(x, y)
+    proof = verified(model, OneFOneB(2, 4), (x, y))
     assert proof.exact
     assert proof.nearby
 
 
 def test_weights_come_back_bit_for_bit_when_the_plain_model_fails_nearby():
-    class Fails(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            if self.calls == 12:
-                raise ValueError("enough")
-            return x
+    def fails(self, x):
+        self.calls += 1
+        if self.calls == 12:
+            raise ValueError("enough")
+        return x
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Rounds(), Fails(), nn.Linear(6, 6))
+    model = nn.Sequential(nn.Linear(6, 6), rounds(), plain.Made(fails, calls=0), nn.Linear(6, 6))
     x, _ = plain.batch(ROWS)
     # The first 2 calls; then the pipeline's 4, plain training's 4, the whole batch's, and, nearby, the 12th.
     y = torch.cat([model(rows).detach() for rows in x.split(10)])
     before = [parameter.clone() for parameter in model.parameters()]
-    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(ValueError, match="enough"):
-        pipe.verify(x, y)
+    refused("enough", model, OneFOneB(2, 4), (x, y), call="verify", error=ValueError)
     assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_moved_weights_are_not_left_in_the_cache_of_the_callers_autocast():
-    model, x, y = converged(Rounds())
+    model, x, y = converged(rounds())
     with Pipeline(model, OneFOneB(2, 4), mse) as pipe, torch.autocast("cpu", torch.bfloat16):
         before = model(x)
         pipe.verify(x, y)
@@ -95,28 +89,20 @@ def test_moved_weights_are_not_left_in_the_cache_of_the_callers_autocast():
 
 
 @pytest.mark.parametrize(
-    ("loss", "reduction"),
-    [(lambda output, target: (output - target).pow(2).sum(), "mean"), (mse, "sum"), (mse, lambda y: len(y) ** 2)],
-    ids=["a sum taken for a mean", "a mean taken for a sum", "wrong weights"],
+    ("layer", "loss", "reduction", "told"),
+    [
+        (nn.Identity(), lambda output, target: (output - target).pow(2).sum(), "mean", "reduction is"),
+        (nn.Identity(), mse, "sum", "reduction is"),
+        (nn.Identity(), mse, lambda y: len(y) ** 2, "reduction is"),
+        (plain.Made(lambda _, x: x - 1e-2 * x.mean(0)), mse, "mean", "not the whole batch's"),
+        (plain.Remembers(), mse, "mean", r"1\.weight \(stage 0\) differs from the plain"),
+    ],
+    ids=["a sum taken for a mean", "a mean taken for a sum", "wrong weights", "mixed rows", "state"],
 )
-def test_a_wrong_reduction_is_found_at_converged_weights(loss, reduction):
-    model, x, y = converged(nn.Identity())
-    pipe = Pipeline(model, OneFOneB(2, 8), loss, reduction=reduction)
-    with pipe, pytest.raises(VerificationError, match="reduction is"):
-        pipe.verify(x, y)
-
-
-class Centres(nn.Module):
-    """Mixes rows."""
-
-    def forward(self, x):
-        return x - 1e-2 * x.mean(0)
-
-
-def test_rows_mixed_by_a_mean_are_found_at_converged_weights():
-    model, x, y = converged(Centres())
-    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match="not the whole batch's"):
-        pipe.verify(x, y)
+def test_what_is_wrong_is_found_at_converged_weights(layer, loss, reduction, told):
+    model, x, y = converged(layer)
+    how = {"reduction": reduction, "call": "verify", "error": VerificationError}
+    refused(told, model, GPipe(2, 8), (x, y), loss, **how)
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.0], ids=["missing", "doubled"])
@@ -124,31 +110,20 @@ def test_a_micro_batchs_gradient_that_is_missing_or_doubled_is_found(monkeypatch
     backward = Stage.backward
 
     def wrong(stage, microbatch, gradients, *rest):
-        return backward(
-            stage, microbatch, gradients * factor if (stage.index, microbatch) == (0, 2) else gradients, *rest
-        )
+        here = (stage.index, microbatch) == (0, 2)
+        return backward(stage, microbatch, gradients * factor if here else gradients, *rest)
 
     model, x, y = converged(nn.Identity())
     monkeypatch.setattr(Stage, "backward", wrong)
     told = r"of 0\.\w+ \(stage 0\) differs from the plain model's by .*\nmicro-batch 2 is the first"
-    with Pipeline(model, OneFOneB(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
-        pipe.verify(x, y)
+    refused(told, model, OneFOneB(2, 4), (x, y), call="verify", error=VerificationError)
 
 
-def test_state_stored_between_micro_batches_is_found_at_converged_weights():
-    model, x, y = converged(plain.Remembers())
-    told = r"1\.weight \(stage 0\) differs from the plain"
-    with Pipeline(model, GPipe(2, 4), mse) as pipe, pytest.raises(VerificationError, match=told):
-        pipe.verify(x, y)
-
-
-def test_a_first_layer_in_place_at_an_odd_width_is_verified_bit_for_bit():
+@pytest.mark.parametrize("width", [3, 5, 7, 13])
+def test_a_first_layer_in_place_at_an_odd_width_is_verified_bit_for_bit(width):
     torch.manual_seed(0)
-    for width in (3, 5, 7, 13):
-        model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, 9), nn.Linear(9, width))
-        x = torch.randn(33, width)
-        with Pipeline(model, OneFOneB(2, 6), mse) as pipe:
-            assert pipe.verify(x, torch.randn(33, width)).exact
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, 9), nn.Linear(9, width))
+    assert verified(model, OneFOneB(2, 6), plain.batch(33, width)).exact
 
 
 @pytest.mark.parametrize("seed", range(4))

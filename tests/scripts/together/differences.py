@@ -48,18 +48,13 @@ with Pipeline(plain.mlp(4), pipelab.GPipe(4, 4), loss_fn, engine="torch", timeou
         say(case="whole", told=told, goes_on=bool(pipe.step(x, y).loss > 0))
 
 
-class Rounds(nn.Module):
-    """Rounds the whole batch otherwise than a part of it, on rank 1, as its processor may."""
-
-    def forward(self, x):
-        return x + 1e-6 * (len(x) == ROWS and os.environ["RANK"] == "1")
-
-
+# rank 1 rounds the whole batch otherwise than a part of it, as its processor may
+rounds = plain.Made(lambda _, x: x + 1e-6 * (len(x) == ROWS and os.environ["RANK"] == "1"))
 model = plain.mlp(3)
 with torch.no_grad():  # the input of the ReLU is -5e-7 for some rows; on rank 1, in the whole batch, it is 5e-7
     model[0].bias.copy_(-(model[0].weight @ x[3]) - 5e-7)
 before = [parameter.clone() for parameter in model.parameters()]
-with Pipeline([model[0], Rounds(), nn.ReLU(), model[2]], pipelab.GPipe(4, 4), mse, engine="torch", timeout=30) as pipe:
+with Pipeline([model[0], rounds, nn.ReLU(), model[2]], pipelab.GPipe(4, 4), mse, engine="torch", timeout=30) as pipe:
     nearby = pipe.verify(x, y).nearby
     restored = all(map(torch.equal, model.parameters(), before))
     say(case="rounding", nearby=nearby, restored=restored, goes_on=bool(pipe.step(x, y).loss > 0))

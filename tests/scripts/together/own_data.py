@@ -19,19 +19,6 @@ from pipelab import Pipeline
 mse, several = nn.functional.mse_loss, os.environ["WORLD_SIZE"] == "4"
 
 
-class NotSequential(nn.Module):
-    """A model that PyTorch's tracer cuts, for each length of a row anew."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def own(pipe, x, y):
     """Return what this process needs of a batch."""
     return x if pipe.is_first else None, y if pipe.is_last else None
@@ -62,7 +49,7 @@ def cases():
     weighs = {"reduction": lambda target: (target != -100).sum()}
     yield "weights", layers, pipelab.OneFOneB(size, 4), nn.CrossEntropyLoss(), [(x, each) for each in labels], weighs
     rows = [plain.batch(8), plain.batch(16, seed=1), plain.batch(8, seed=2)]
-    stages = pipelab.split(NotSequential(layers), into=size, example=x[:2])
+    stages = pipelab.split(plain.unlisted(layers), into=size, example=x[:2])
     yield "traced", stages, pipelab.OneFOneB(size, 4), mse, rows, {}
 
 

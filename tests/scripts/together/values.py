@@ -32,18 +32,13 @@ class Two(nn.Module):
         return {"x": self.linear(x), "seen": seen + 1, "skip": x, **more}
 
 
-class Last(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, given):
-        assert bool((given["seen"] == 3).all())
-        return self.linear(given["x"]) + given["skip"]
+def last(self, given):
+    assert bool((given["seen"] == 3).all())
+    return self.linear(given["x"]) + given["skip"]
 
 
 torch.manual_seed(0)
-stages = [Two(first=True), Two(first=False), Two(first=False), Last()]
+stages = [Two(first=True), Two(first=False), Two(first=False), plain.Made(last, linear=nn.Linear(6, 6))]
 twins = copy.deepcopy(stages)
 plan = pipelab.ZBH1(4, 4).plan()
 with Pipeline(twins, plan, mse) as pipe:
@@ -62,34 +57,24 @@ say(
 )
 
 
-class Gives(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 48)
-
-    def forward(self, x):
-        made = self.linear(x)
-        first, *rest = (piece.contiguous() for piece in made.chunk(3, dim=-1))
-        small, whole = made.detach().to(torch.float8_e4m3fn), (made.detach().abs() * 10).to(torch.uint16)
-        return first, rest, made[:, :1].repeat(1, 16), torch.complex(made, made), small, whole
+def gives(self, x):
+    made = self.linear(x)
+    first, *rest = (piece.contiguous() for piece in made.chunk(3, dim=-1))
+    small, whole = made.detach().to(torch.float8_e4m3fn), (made.detach().abs() * 10).to(torch.uint16)
+    return first, rest, made[:, :1].repeat(1, 16), torch.complex(made, made), small, whole
 
 
-class Takes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 6)
-
-    def forward(self, given):
-        first, (second, third), same, phases, small, whole = given
-        scores = torch.softmax(first @ second.t(), dim=-1) @ third + same.sum(-1, keepdim=True) / 100
-        made = self.linear(scores + phases.imag.sum(-1, keepdim=True) + small.float().sum(-1, keepdim=True) / 1e3)
-        return made + whole.float().mean(), small
+def takes(self, given):
+    first, (second, third), same, phases, small, whole = given
+    scores = torch.softmax(first @ second.t(), dim=-1) @ third + same.sum(-1, keepdim=True) / 100
+    made = self.linear(scores + phases.imag.sum(-1, keepdim=True) + small.float().sum(-1, keepdim=True) / 1e3)
+    return made + whole.float().mean(), small
 
 
 plan, found = pipelab.replicate(pipelab.OneFOneB(2, 3), 2).plan(), []
 for engine in ("threads", "torch"):
     torch.manual_seed(0)
-    stages = [Gives(), Takes()]
+    stages = [plain.Made(gives, linear=nn.Linear(6, 48)), plain.Made(takes, linear=nn.Linear(16, 6))]
     with Pipeline(stages, plan, lambda made, y: mse(made[0], y), engine=engine, timeout=60) as pipe:
         pipe.step(x, y)
         made = pipe.forward(x)

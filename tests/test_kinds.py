@@ -90,8 +90,8 @@ def test_the_page_knows_what_a_new_kind_needs(found, browser):
     tab = browser.new_page()
     tab.goto((found["folder"] / "updates.html").as_uri())
     names = "((places) => places.map((each) => models[0].name(each)))"
-    assert tab.evaluate(f"{names}(models[0].needs(models[0].named('1X0')))") == ["1B0"]
-    assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')))") == ["0B0", "1X0"]
+    assert tab.evaluate(f"{names}(models[0].needs(models[0].named('1X0')[0]))") == ["1B0"]
+    assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')[0]))") == ["0B0", "1X0"]
     assert "X update" in tab.evaluate("document.querySelector('.legend').textContent")
     tab.close()
 

@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipelab.errors import clean
+from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -276,13 +277,7 @@ def costs(trace: Trace) -> str:
         for code, start, end in zip(row, *times, strict=True):
             spans.setdefault(bound.codes.kind[code], set()).add(round(end - start, 9))
     words = ", ".join(f"{kind} = {number(min(times))}" for kind, times in spans.items() if len(times) == 1)
-    travels = {
-        round(trace.delay(value), 9)
-        for row, rank in zip(bound.rows if words else (), range(trace.ranks), strict=False)
-        for code in row
-        for value, giver in bound.inputs(code)
-        if bound.rank_of[giver] != rank
-    }
+    travels = {round(trace.delay(value), 9) for value in values_between(bound).values()} if words else set()
     if len(travels) == 1 and any(travels):
         words += f", transfer {number(max(travels))}"
     return f"{words} ({clean(trace.unit)})" if trace.unit and words else words

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.order import network_of
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 Half = Literal["whole", "upper", "lower"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A value that an action needs.
 
     Attributes:
@@ -43,17 +41,25 @@ class Wait:
 
 def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable[[int], float]) -> tuple[Transfer, ...]:
     """Return the transfers of a plan: each value that one rank gives and another needs."""
-    codes, ended = bound.codes, _ended(bound, ends)
+    codes, ended, crossing = bound.codes, _ended(bound, ends), values_between(bound)
     transfers: list[Transfer] = []
     for rank, row in enumerate(bound.rows):
-        for code in row:
-            for value, giver in bound.inputs(code):
-                source = bound.rank_of[giver]
-                if source != rank:
-                    left = ended[giver]
-                    there = left + delay(value)
-                    transfers.append(Transfer(source, rank, codes.action(giver), codes.action(code), left, there))
+        for code in filter(crossing.__contains__, row):
+            giver = bound.giver_of[crossing[code]]
+            left = ended[giver]
+            there = left + delay(crossing[code])
+            transfers.append(Transfer(bound.rank_of[giver], rank, codes.action(giver), codes.action(code), left, there))
     return tuple(transfers)
+
+
+def values_between(bound: BoundPlan) -> dict[int, int]:
+    """Return, by the code of each action that needs a value of another rank, the value: no action needs two."""
+    rank_of, giver_of, always = bound.rank_of, bound.giver_of, bound.codes.always
+    return {
+        code: value
+        for code, value in enumerate(bound.codes.comes)
+        if value != always and rank_of[code] >= 0 and rank_of[giver_of[value]] != rank_of[code]
+    }
 
 
 def travelled(
@@ -67,15 +73,14 @@ def travelled(
     Where it is not known when a value was there: until its action began, if the rank was idle when the value left; else
     until the rank was idle.
     """
-    ended, found = _ended(bound, ends), {}
-    for rank, (row, *times) in enumerate(zip(bound.rows, starts, ends, arrived, strict=True)):
+    ended, crossing, found = _ended(bound, ends), values_between(bound), {}
+    for row, *times in zip(bound.rows, starts, ends, arrived, strict=True):
         free = 0.0
         for code, start, end, known in zip(row, *times, strict=True):
-            for value, giver in bound.inputs(code):
-                if bound.rank_of[giver] != rank:
-                    left = ended[giver]
-                    there = known if known is not None and known >= left else start if left >= free else free
-                    found[value] = max(0.0, min(there, start) - left)
+            if code in crossing:
+                left = ended[bound.giver_of[crossing[code]]]
+                there = known if known is not None and known >= left else start if left >= free else free
+                found[crossing[code]] = max(0.0, min(there, start) - left)
             free = end
     return found
 
@@ -183,6 +188,13 @@ class Waits:
             return Wait(giver, ended, ended + self.trace.delay(value))
         return Wait(giver, ended, ended if moved is None else moved.end, moved)
 
+    def lags(self) -> dict[int, float]:
+        """Return how long values travelled between ranks, by the code of the action that needs one."""
+        lags = {code: self.trace.delay(value) for code, value in values_between(self.bound).items()}
+        for (giver, needer), moved in self.travelled.items():
+            lags[needer] = moved.end - self.ended[giver]
+        return lags
+
 
 def before_slot(trace: Trace, rank: int, index: int) -> int:
     """Return the index of the action before this one's slot, which the two halves of a pair may share."""
@@ -193,8 +205,9 @@ def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float
     """Return, by code, when an action ended; for an `R`, when it ended on the last of its ranks."""
     ended: dict[int, float] = {}
     for row, times in zip(bound.rows, ends, strict=True):
-        for code, end in zip(row, times, strict=True):
-            ended[code] = max(end, ended.get(code, end))
+        ended.update(zip(row, times, strict=True))
+    for code, ranks in bound.reduces.items() if not bound.beside else ():
+        ended[code] = max(ends[rank][bound.rows[rank].index(code)] for rank in ranks)
     return ended
 
 
@@ -204,9 +217,11 @@ def half(trace: Trace, rank: int, index: int) -> Half:
     Actions that take no time do not share a slot, because one of them may wait for the other.
     """
     pairs = trace.plan.bound.pairs
-    starts, ends = trace.starts[rank], trace.ends[rank]
-    if pairs and starts[index] < ends[index]:
-        row, span = trace.plan.bound.rows[rank], (starts[index], ends[index])
+    if not pairs:
+        return "whole"
+    row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
+    span = starts[index], ends[index]
+    if starts[index] < ends[index]:
         if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):
             return "upper"
         if index and row[index - 1] in pairs and span == (starts[index - 1], ends[index - 1]):

@@ -15,24 +15,23 @@ import math
 import re
 from importlib.resources import files
 from itertools import groupby, zip_longest
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
-from pipelab.trace.waits import Waits, half, waits
+from pipelab.trace.waits import Waits, half
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-    from pipelab.plan.bound import BoundPlan
     from pipelab.trace.diff import Diff
     from pipelab.trace.events import Event
     from pipelab.trace.ledger import Reason
     from pipelab.trace.trace import Trace
-    from pipelab.trace.waits import Wait
 
 _SCRIPTS = ("model", "paint", "timeline", "gestures", "ledger", "compare", "panel", "save", "address")
 _SPACED = {
@@ -112,7 +111,6 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     moves = {move.action.kind for trace in comparison.traces for move in trace.moves}
     moved = {kind: each for kind, each in TRAITS.items() if kind in moves and each.channel and each.cost}
-    traits = {kind: TRAITS[kind] for kind in KINDS if kind in there}
     found = {idle.reason for trace in comparison.traces for idle in trace.idle}
     waits_for = [reason for reason in REASONS if reason in found]
     data = {
@@ -123,7 +121,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "gaps": {reason: _gap(reason) for reason in waits_for},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there}
         | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
-        "traits": [[kind, each.needs, each.gives, each.in_flight] for kind, each in traits.items()],
+        "letters": "".join(kind for kind in KINDS if kind in there),
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
@@ -244,14 +242,11 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    Each rank has its actions: their `kinds`, their `stage`, their `microbatches` and `lasts` (their durations), both
-    as the difference from the one before of its kind, and `gaps` (from the end of the action before). `halves` numbers
-    the actions that share a slot with the next. `moves`: see `_move`. `lags` are the travel times of values from
-    other ranks, in the order of the actions that need them; there are none if nothing travels. `idle` has the reason of
-    each idle time, which ends when the next action starts; if another idle time follows first, it has `-1 - reason` and
-    the length. `behind` says in words behind which transfer the value stood that an action waited for. `further` has
-    the places of two actions, where one needs the other beside what its kind does: a slice, the slice before it. In
-    long lists, `[value, count]` is a run of a value.
+    An action's number is its code. `directions` has, for each micro-batch, the rank of its first stage; `moves`: see
+    `_move`; `critical`: rank and number of each action on the critical path. Each rank has its actions, see `_row`;
+    `halves` are those that share a slot with the next. `idle` has the reason of each idle time, which ends when the
+    next action starts; if another idle time follows first, it has `-1 - reason` and the length. In long lists,
+    `[value, count]` is a run of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -260,29 +255,28 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     def ticks(times: Iterable[float]) -> list[int]:
         return [round((time - trace.start) / tick) for time in times]
 
+    found = Waits(trace)
+    found.awaited = {}  # the page shows no waits for moves
+    lags = {code: round(lag / tick) for code, lag in found.lags().items()}
     strips = list(dict.fromkeys(map(_strip, trace.moves)))
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
-    lags = _lags(trace, tick)
-    waited = waits(trace) if any(each.behind for each in trace.recorded) else []
     return {
         "name": wording.called(name),
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),
-        "microbatches": trace.plan.microbatches,
+        "stages": trace.plan.stages,
+        "directions": _runs(bound.rank_of_slot[:: trace.plan.stages]),
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
         "strips": len(strips),
         "moves": [_move(each, ticks([each.start, each.end]), strips) for each in trace.moves],
         "critical": _places(trace),
-        "further": _further(bound),
         "ranks": [
-            _row(bound, row, ticks(trace.starts[rank]), ticks(trace.ends[rank]))
+            _row(found, rank, ticks(trace.starts[rank]), ticks(trace.ends[rank]), lags)
             | {
                 "halves": [at for at in range(len(row) if bound.pairs else 0) if half(trace, rank, at) == "upper"],
-                "lags": _runs(lags[rank]) if any(map(any, lags)) else [],
                 "idle": _runs(idle[rank]),
-                "behind": _behind(trace, waited[rank]) if waited else {},
                 "busy": f"{100 * trace.busy[rank] / trace.makespan:.0f} %" if trace.makespan else "",
                 "peak": trace.peak_activations[rank],
                 "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
@@ -305,39 +299,65 @@ def _move(event: Event, times: Sequence[int], strips: Sequence[str]) -> list[int
     return [event.rank, *times, str(action), action.kind, held, 1 + strips.index(_strip(event))]
 
 
-def _row(bound: BoundPlan, row: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> dict[str, Any]:
-    kind, stage, numbers = bound.codes.kind, bound.codes.stage, bound.codes.microbatch
-    gaps, lasts, microbatches = [], [], []
-    before = dict.fromkeys(KINDS, (0, 0))
-    free = 0
-    for code, start, end in zip(row, starts, ends, strict=True):
-        microbatch, last = max(numbers[code], 0), end - start
-        number_before, last_before = before[kind[code]]
-        gaps.append(start - free)
-        lasts.append(last - last_before)
-        microbatches.append(microbatch - number_before)
-        before[kind[code]], free = (microbatch, last), end
+def _row(
+    found: Waits, rank: int, starts: Sequence[int], ends: Sequence[int], lags: Mapping[int, int]
+) -> dict[str, Any]:
+    """Return the actions of a rank: the sorts of action that it has, and by action its sort and what else differs.
+
+    A sort has a letter, the number of its action of micro-batch 0 in `first`, how many activations more the rank `held`
+    after it, and what it `needs`: the way from its own number to that of the first giver, from there to the second, and
+    so on. Of each action there are its `microbatches`, its `gaps` from the end of the action before, its `lasts` (how
+    long it took), its `lags` (how long the value from another rank travelled), and the way to the action that it
+    `waited` for, 0 if to none. `behind` says in words behind which transfer the value stood.
+    """
+    codes, row, giver_of = found.bound.codes, found.bound.rows[rank], found.bound.giver_of
+    sorts: dict[tuple[Kind, int, int, tuple[int, ...]], str] = {}
+    order = []
+    for code in row:
+        givers = list(map(giver_of.__getitem__, codes.all_needs(code)))
+        held = codes.holds[code] - codes.releases[code]
+        sort = codes.kind[code], codes.stage[code], held, tuple(map(sub, givers, [code, *givers]))
+        order.append(sorts.setdefault(sort, chr(ord("A") + len(sorts))))
+    gaps = [start - free for start, free in zip(starts, [0, *ends], strict=False)]
+    waited = [found.of(rank, at) if gap else None for at, gap in enumerate(gaps)]
+    columns = {
+        "microbatches": [codes.microbatch[code] for code in row],
+        "gaps": gaps,
+        "lasts": list(map(sub, ends, starts)),
+        "lags": [lags.get(code, 0) for code in row],
+        "waited": [wait.giver - code if wait else 0 for wait, code in zip(waited, row, strict=True)],
+    }
+    behind = {at: wording.stood_behind(found.trace, wait) for at, wait in enumerate(waited) if wait and wait.transfer}
     return {
-        "kinds": "".join(kind[code] for code in row),
-        "stage": _runs([stage[code] for code in row]),
-        "microbatches": _runs(microbatches),
-        "gaps": _runs(gaps),
-        "lasts": _runs(lasts),
+        "sorts": {
+            letter: {
+                "kind": kind,
+                "stage": stage,
+                "first": codes.of_kind[kind][stage],
+                "held": held,
+                "needs": _runs(needs),
+            }
+            for (kind, stage, held, needs), letter in sorts.items()
+        },
+        "order": "".join(order),
+        **{name: _column(order, numbers) for name, numbers in columns.items()},
+        "behind": {at: words for at, words in behind.items() if words},
     }
 
 
-def _lags(trace: Trace, tick: float) -> list[list[int]]:
-    """Return, for each rank, how long each value from another rank travelled, in the order of the actions' needs."""
-    bound, found = trace.plan.bound, Waits(trace)
-    return [
-        [
-            round((found.arrival(value, giver, code).there - found.ended[giver]) / tick)
-            for code in row
-            for value, giver in bound.inputs(code)
-            if bound.rank_of[giver] != rank
-        ]
-        for rank, row in enumerate(bound.rows)
-    ]
+def _column(order: Sequence[str], numbers: Sequence[int]) -> list[int | list[int]]:
+    """Return each action's number as the difference from that of the action before of its sort: mostly the same.
+
+    Example:
+        >>> _column("AABABAB", [0, 1, 0, 2, 1, 3, 2])
+        [0, 1, 0, [1, 4]]
+    """
+    before = dict.fromkeys(order, 0)
+    differences = []
+    for sort, number in zip(order, numbers, strict=True):
+        differences.append(number - before[sort])
+        before[sort] = number
+    return _runs(differences)
 
 
 def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
@@ -349,15 +369,15 @@ def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
     """
     found: list[int | list[int]] = []
     for value, run in groupby(numbers):
-        count = sum(1 for _ in run)
+        count = len(list(run))
         found += [[value, count]] if count > 3 else [value] * count
     return found
 
 
 def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[list[int]]:
     spans: list[list[tuple[int, int, int]]] = [[] for _ in range(trace.ranks)]
-    for idle in trace.idle:
-        start, end = ticks([idle.start, idle.end])
+    starts, ends = ticks(idle.start for idle in trace.idle), ticks(idle.end for idle in trace.idle)
+    for idle, start, end in zip(trace.idle, starts, ends, strict=True):
         if end > start:
             spans[idle.rank].append((REASONS.index(idle.reason), start, end))
     found: list[list[int]] = [[] for _ in spans]
@@ -368,24 +388,7 @@ def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[l
     return found
 
 
-def _behind(trace: Trace, waited: Sequence[Wait | None]) -> dict[int, str]:
-    """Return, by index of an action, behind which other transfer the value stood that it waited for."""
-    return {at: words for at, wait in enumerate(waited) if wait and (words := wording.stood_behind(trace, wait))}
-
-
-def _further(bound: BoundPlan) -> list[tuple[int, int]]:
-    """Return the places of each action that needs more than its kind does, and of what gives that; see `model.js`."""
-    if not bound.codes.more_needs:
-        return []
-    place = {code: at for at, code in enumerate(code for row in bound.rows for code in row)}
-    more = bound.codes.more_needs
-    return [(place[code], place[bound.giver_of[value]]) for code in place if code in more for value in more[code]]
-
-
 def _places(trace: Trace) -> list[tuple[int, int]]:
-    """Return rank and index of every action on the critical path that is no move."""
-    code = trace.plan.bound.codes.code
-    where = [trace.plan.bound.index_of(rank) for rank in range(trace.ranks)]
-    moves = set(trace.moves)
-    path = [event for event in trace.critical_path if event not in moves]
-    return [(event.rank, where[event.rank][code(event.action)]) for event in path]
+    """Return rank and number of every action on the critical path that is no move."""
+    code, moves = trace.plan.bound.codes.code, set(trace.moves)
+    return [(event.rank, code(event.action)) for event in trace.critical_path if event not in moves]

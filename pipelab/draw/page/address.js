@@ -66,9 +66,7 @@ function restoreSelection(text) {
     const [from, to] = [Number(chosen[4]), Number(chosen[5])];
     if (from >= 0 && to > from && to <= model.span * (1 + near)) select(timeline, { range: { from, to } });
   } else if (chosen[6]) {
-    const found = model.named(chosen[6]),
-      all = found >= 0 && model.collective(found) ? model.reduces.get(model.stage[found]) : [found];
-    const place = all.find((each) => each >= 0 && model.rank[each] === Number(chosen[7]));
+    const place = model.named(chosen[6]).find((each) => model.rank[each] === Number(chosen[7]));
     if (place !== undefined) select(timeline, { place });
   } else {
     const idle = model.idle.find(

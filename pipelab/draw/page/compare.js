@@ -18,10 +18,8 @@ class Differences {
     for (const name of Object.keys(SHADES)) this[name] = new Float64Array(model.count);
     this.effects = new Map(raw.effects.map(([place, ...values]) => [place, values]));
     for (let place = 0; place < model.count; place += 1) {
-      const same =
-        model.collective(place)
-          ? base.reduces.get(model.stage[place]).find((each) => base.rank[each] === model.rank[place])
-          : base.named(model.name(place));
+      const here = (each) => !model.collective(place) || base.rank[each] === model.rank[place],
+        same = base.named(model.name(place)).find(here);
       const change = model.end[place] - model.start[place] - (base.end[same] - base.start[same]);
       this.origin[place] = same;
       this.shift[place] = model.start[place] - base.start[same];

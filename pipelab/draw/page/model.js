@@ -4,30 +4,7 @@
 // properties is a list by place. The actions of a rank lie side by side, in its order.
 let data, models; // `show` in panel.js sets them
 
-// The table of kinds: their letters, and by kind, which values it needs, who gives them and who needs its own.
-let KINDS, TRAITS;
-
-function readKinds(rows) {
-  KINDS = rows.map(([letter]) => letter).join("");
-  // "gin(m,s+1)" is the value gin of the next stage.
-  const read = (text) => {
-    const [, value, shift] = /^(\w+)\(m,s([+-]1)?\)$/.exec(text);
-    return { value, shift: Number(shift ?? 0) };
-  };
-  const given = rows.map(([, , gives]) => gives.map((text) => read(text).value));
-  TRAITS = rows.map(([, , gives, held]) => {
-    return { held, gives: gives[0], collective: !gives.length, givers: [], needers: [] };
-  });
-  rows.forEach(([, needs], needer) => {
-    for (const { value, shift } of needs.map(read)) {
-      given.forEach((values, giver) => {
-        if (!values.includes(value)) return;
-        TRAITS[needer].givers.push({ kind: giver, shift });
-        TRAITS[giver].needers.push({ kind: needer, shift: -shift });
-      });
-    }
-  });
-}
+let KINDS; // their letters
 
 // What an idle time of each reason looks like: its word, its hatch, whether it waits for a value; from `GAPS`.
 let GAPS;
@@ -55,6 +32,12 @@ function readGaps(gaps) {
 // Runs of a number are written as [number, count].
 const unpack = (list) => list.flatMap((each) => (Array.isArray(each) ? new Array(each[1]).fill(each[0]) : each));
 
+// Each action's number, written as the difference from that of the action before of its sort.
+function column(order, list) {
+  const before = {};
+  return unpack(list).map((more, at) => (before[order[at]] = (before[order[at]] ?? 0) + more));
+}
+
 class Model {
   constructor(raw) {
     Object.assign(this, {
@@ -64,32 +47,38 @@ class Model {
       tick: raw.tick,
       typical: raw.typical,
       strips: raw.strips,
+      namesStages: raw.namesStages,
+      directions: unpack(raw.directions),
     });
-    Object.assign(this, { microbatches: raw.microbatches, namesStages: raw.namesStages, lanes: raw.ranks });
-    const count = raw.ranks.reduce((sum, rank) => sum + rank.kinds.length, 0);
+    const count = raw.ranks.reduce((sum, rank) => sum + rank.order.length, 0);
+    this.lanes = raw.ranks.map(({ behind, busy, peak, lane }) => ({ behind, busy, peak, lane }));
     this.moves = raw.moves.map(([rank, start, end, name, kind, held, strip]) => {
       return { rank, start: start * raw.tick, end: end * raw.tick, name, kind, held, strip };
     });
     this.first = []; // by rank: its first place
     this.idleOf = []; // by rank: its idle times
+    this.sort = []; // kind, stage, needs: see _row in page.py
     this.rank = new Int32Array(count);
     this.kind = new Uint8Array(count);
     this.stage = new Int32Array(count);
     this.microbatch = new Int32Array(count);
+    this.code = new Int32Array(count); // its number, by which others need it and wait for it
+    this.waitsFor = new Int32Array(count); // the number of what it waited for, its own if for nothing
+    this.lag = new Float64Array(count); // how long its value from another rank travelled
     this.start = new Float64Array(count);
     this.end = new Float64Array(count);
     this.chunk = new Uint8Array(count); // of which stage of its rank, modulo 2: the tint
     this.half = new Uint8Array(count); // 1: the upper half of a slot, 2: the lower
-    const depth = raw.ranks.reduce((most, rank) => unpack(rank.stage).reduce((a, b) => Math.max(a, b), most), 0) + 1;
-    this.places = new Int32Array(KINDS.length * depth * raw.microbatches).fill(-1); // by kind, stage and micro-batch
-    this.depth = depth;
-    this.reduces = new Map(); // stage -> places of its all-reduce
+    this.places = new Map(); // by number; an all-reduce has one on each rank of its group
     let place = 0;
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
-      const before = TRAITS.map(() => 0),
-        last = TRAITS.map(() => 0);
-      const [kept, numbers, gaps, lasts] = ["stage", "microbatches", "gaps", "lasts"].map((name) => unpack(rank[name]));
+      const { order, sorts } = rank,
+        stages = [...new Set(Object.values(sorts).map((sort) => sort.stage))].sort((a, b) => a - b);
+      for (const sort of Object.values(sorts)) sort.needs = unpack(sort.needs);
+      const [microbatches, gaps, lasts, lags, waited] = ["microbatches", "gaps", "lasts", "lags", "waited"].map(
+        (name) => column(order, rank[name]),
+      );
       const reasons = unpack(rank.idle),
         idle = [];
       let time = 0,
@@ -108,72 +97,38 @@ class Model {
           free = end;
         }
       };
-      for (let index = 0; index < rank.kinds.length; index += 1, place += 1) {
-        const kind = KINDS.indexOf(rank.kinds[index]);
+      for (let index = 0; index < order.length; index += 1, place += 1) {
+        const sort = (this.sort[place] = sorts[order[index]]);
         this.rank[place] = r;
-        this.kind[place] = kind;
-        this.stage[place] = kept[index];
-        before[kind] += numbers[index];
-        this.microbatch[place] = TRAITS[kind].collective ? -1 : before[kind];
+        this.kind[place] = KINDS.indexOf(sort.kind);
+        this.stage[place] = sort.stage;
+        this.chunk[place] = stages.indexOf(sort.stage) % 2;
+        this.microbatch[place] = microbatches[index];
+        this.code[place] = sort.first + raw.stages * Math.max(microbatches[index], 0);
+        this.waitsFor[place] = this.code[place] + waited[index];
+        this.lag[place] = lags[index] * raw.tick;
         time += gaps[index];
         idleUntil(time);
         this.start[place] = time * raw.tick;
-        time += last[kind] += lasts[index];
+        time += lasts[index];
         this.end[place] = time * raw.tick;
         free = Math.max(free, time);
-        if (!TRAITS[kind].collective) this.places[this.slot(kind, this.stage[place], before[kind])] = place;
-        else this.reduces.set(this.stage[place], [...(this.reduces.get(this.stage[place]) ?? []), place]);
+        this.places.set(this.code[place], [...(this.places.get(this.code[place]) ?? []), place]);
       }
       idleUntil(raw.span);
-      const known = [...new Set(kept)].sort((a, b) => a - b);
-      kept.forEach((stage, index) => (this.chunk[this.first[r] + index] = known.indexOf(stage) % 2));
       this.idleOf.push(idle);
       for (const index of rank.halves) this.half.set([1, 2], this.first[r] + index);
     });
     this.first.push(place);
     this.count = count;
-    // What an action needs, and what needs it, beside what the table of kinds says: places by place.
-    const pairs = (at) => raw.further.reduce((all, each) => {
-      if (!all.has(each[at])) all.set(each[at], []);
-      all.get(each[at]).push(each[1 - at]);
-      return all;
-    }, new Map());
-    [this.furtherNeeds, this.furtherGives] = [pairs(0), pairs(1)];
-    this.unpackLags(raw);
     this.idle = this.idleOf.flat();
-    const unpacked = ["kinds", "stage", "microbatches", "gaps", "lasts", "lags", "idle"];
-    for (const rank of raw.ranks) for (const name of unpacked) delete rank[name];
-    this.critical = new Set(raw.critical.map(([rank, index]) => this.first[rank] + index));
-  }
-
-  // How long values travel, by "giver,needer"; nothing where all are there at once.
-  unpackLags(raw) {
-    this.lags = new Map();
-    raw.ranks.forEach((rank, r) => {
-      const lags = unpack(rank.lags);
-      let at = 0;
-      if (!lags.length) return;
-      for (let place = this.first[r]; place < this.first[r + 1]; place += 1) {
-        for (const giver of this.needs(place)) {
-          if (this.rank[giver] !== r && !this.collective(place))
-            this.lags.set(giver * this.count + place, lags[at++] * raw.tick);
-        }
-      }
-    });
+    const on = (rank) => (place) => this.rank[place] === rank;
+    this.critical = new Set(raw.critical.map(([rank, code]) => this.places.get(code).find(on(rank))));
+    delete raw.ranks;
   }
 
   collective(place) {
-    return TRAITS[this.kind[place]].collective;
-  }
-
-  slot(kind, stage, microbatch) {
-    return (kind * this.depth + stage) * this.microbatches + microbatch;
-  }
-
-  find(kind, stage, microbatch) {
-    return stage < 0 || stage >= this.depth || microbatch >= this.microbatches
-      ? -1
-      : this.places[this.slot(kind, stage, microbatch)];
+    return this.microbatch[place] < 0;
   }
 
   // The idle times of a rank that overlap the time between `from` and `to`.
@@ -212,51 +167,37 @@ class Model {
     return this.namesStages ? this.name(place) : this.name(place).replace(/^\d+/, "");
   }
 
+  // The places of the actions with a name: of an all-reduce, one on each rank of its group.
   named(name) {
-    const parts = new RegExp(`^(\\d+)([${KINDS}])(\\d*)$`, "i").exec(name);
-    if (!parts) return -1;
-    const kind = KINDS.indexOf(parts[2].toUpperCase());
-    if (TRAITS[kind].collective) return this.reduces.get(Number(parts[1]))?.[0] ?? -1;
-    return this.find(kind, Number(parts[1]), Number(parts[3]));
+    this.byName ??= new Map(Array.from(this.places.values(), (places) => [this.name(places[0]), places]));
+    return this.byName.get(name.toUpperCase()) ?? [];
   }
 
   // The places of the actions whose values an action needs.
   needs(place) {
-    const found = [],
-      [stage, microbatch] = [this.stage[place], this.microbatch[place]];
-    const [from, to] = this.collective(place) ? [0, this.microbatches] : [microbatch, microbatch + 1];
-    for (let each = from; each < to; each += 1)
-      for (const { kind, shift } of TRAITS[this.kind[place]].givers) {
-        const giver = this.find(kind, stage + shift, each);
-        if (giver >= 0) found.push(giver);
-      }
-    return found.concat(this.furtherNeeds.get(place) ?? []);
+    let giver = this.code[place];
+    return this.sort[place].needs.map((way) => this.places.get((giver += way))[0]);
   }
 
-  // Whether two actions are the same pass of two slices of one sequence.
+  // Whether two actions are the same pass of two slices of one sequence; I is the backward of a split one.
   slices(giver, place) {
-    const [one, other] = [giver, place].map((each) => TRAITS[this.kind[each]].gives);
-    return one === other && (this.furtherNeeds.get(place) ?? []).includes(giver);
+    const [one, other] = [giver, place].map((each) => KINDS[this.kind[each]].replace("I", "B"));
+    return one === other && this.microbatch[giver] !== this.microbatch[place];
   }
 
-  // Whether a C runs an action's forward again, and holds the activation in its stead.
-  again(place) {
-    return this.find(KINDS.indexOf("C"), this.stage[place], this.microbatch[place]) >= 0;
-  }
-
+  // The places of the actions that need an action's values, first those of its own micro-batch, kind by kind.
   gives(place) {
-    const found = [],
-      [stage, microbatch] = [this.stage[place], this.microbatch[place]];
-    for (const { kind, shift } of TRAITS[this.kind[place]].needers) {
-      if (TRAITS[kind].collective) found.push(...(this.reduces.get(stage) ?? []));
-      else if (this.find(kind, stage + shift, microbatch) >= 0)
-        found.push(this.find(kind, stage + shift, microbatch));
-    }
-    return found.concat(this.furtherGives.get(place) ?? []);
+    this.needers ??= [...this.code.keys()].reduce((needers, needer) => {
+      for (const giver of this.needs(needer)) (needers[giver] ??= []).push(needer);
+      return needers;
+    }, []);
+    const other = (needer) => !this.collective(needer) && this.microbatch[needer] !== this.microbatch[place];
+    return (this.needers[place] ?? []).sort((a, b) => other(a) - other(b) || this.kind[a] - this.kind[b]);
   }
 
   arrives(giver, place) {
-    return this.end[giver] + (this.lags.get(giver * this.count + place) ?? 0);
+    const travels = this.rank[giver] !== this.rank[place] && !this.collective(place);
+    return this.end[giver] + (travels ? this.lag[place] : 0);
   }
 
   // The place before an action on its rank, in an earlier slot; -1 if it is the first.
@@ -267,22 +208,10 @@ class Model {
 
   // What an action waited for last: [giver, when its value was there], or null if its rank was busy until it started.
   waited(place) {
-    let givers = this.needs(place).map((giver) => [giver, this.arrives(giver, place)]);
-    if (this.half[place] === 1)
-      givers = givers.concat(this.needs(place + 1).map((giver) => [giver, this.arrives(giver, place + 1)]));
-    if (this.half[place] === 2)
-      givers = givers.concat(this.needs(place - 1).map((giver) => [giver, this.arrives(giver, place - 1)]));
-    if (this.collective(place)) {
-      const lasts = this.reduces
-        .get(this.stage[place])
-        .map((each) => this.before(each))
-        .filter((each) => each >= 0);
-      givers = lasts.map((each) => [each, this.end[each]]);
-    }
-    const before = this.before(place),
-      free = before < 0 ? 0 : this.end[before];
-    const last = givers.reduce((most, each) => (most === null || each[1] > most[1] ? each : most), null);
-    return last && last[1] > free + 1e-6 * this.span ? last : null;
+    if (this.waitsFor[place] === this.code[place]) return null;
+    const [giver] = this.places.get(this.waitsFor[place]),
+      slot = [place, place + [0, 1, -1][this.half[place]]]; // starts when both halves have what they need
+    return [giver, this.arrives(giver, slot.find((each) => this.needs(each).includes(giver)) ?? place)];
   }
 
   // The longest idle time that waits for a value of another rank, the first of equals: [idle, giver, needer], or null.
@@ -336,25 +265,23 @@ class Model {
 
   // How many activations a rank holds, as [time, count] from then on.
   memory(rank) {
-    this.held ??= [];
-    if (this.held[rank]) return this.held[rank];
+    this.curves ??= [];
+    if (this.curves[rank]) return this.curves[rank];
     const changes = [];
     for (let place = this.first[rank]; place < this.first[rank + 1]; place += 1) {
-      const { held } = TRAITS[this.kind[place]];
-      if (held > 0 && KINDS[this.kind[place]] === "F" && this.again(place)) continue;
+      const { held } = this.sort[place];
       if (held) changes.push([held > 0 ? this.start[place] : this.end[place], held]);
     }
     for (const move of this.moves)
       if (move.rank === rank && move.held) changes.push([move.held > 0 ? move.start : move.end, move.held]);
     changes.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     let held = 0;
-    return (this.held[rank] = changes.map(([time, change]) => [time, (held += change)]));
+    return (this.curves[rank] = changes.map(([time, change]) => [time, (held += change)]));
   }
 
   // The stage-0 rank of each micro-batch: schedules with two directions have two.
   direction(place) {
-    const first = this.find(0, 0, Math.max(this.microbatch[place], 0));
-    return first < 0 ? 0 : this.rank[first];
+    return this.directions[Math.max(this.microbatch[place], 0)];
   }
 }
 

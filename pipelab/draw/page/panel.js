@@ -55,8 +55,8 @@ function select(timeline, chosen, reveal = false) {
 // The same action in another timeline, or null.
 function twin(timeline, chosen, other) {
   if (chosen.range) return data.shared ? chosen : null;
-  const found = chosen.idle ? -1 : other.model.named(timeline.model.name(chosen.place));
-  return found < 0 ? null : { place: found };
+  const [place] = chosen.idle ? [] : other.model.named(timeline.model.name(chosen.place));
+  return place === undefined ? null : { place };
 }
 
 function row(list, name, ...values) {
@@ -395,7 +395,7 @@ function search(text) {
     model.microbatch.forEach((value, at) => {
       if (value === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase()) look.found.add(at);
     });
-  else if (model.named(query) >= 0) look.found.add(model.named(query));
+  else if (model.named(query).length) look.found.add(model.named(query)[0]);
   look.hits = gaps.length
     ? gaps.map((each) => ({ idle: each }))
     : [...look.found].sort((a, b) => model.start[a] - model.start[b]).map((at) => ({ place: at }));
@@ -655,7 +655,7 @@ function show(raw) {
   if (timelines.length) select(timelines[0], null);
   playing(false);
   data = raw;
-  readKinds(data.traits);
+  KINDS = data.letters;
   readGaps(data.gaps);
   models = data.traces.map((each) => new Model(each));
   longest = Math.max(...models.map((model) => model.span));

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -163,7 +163,7 @@ def check(
         first = replace(with_excerpt(plan, mistake), tried=meant)
         return Faults([first, *_with_excerpts(meant, found)], plan.name, plan, meant, order, transport)
     if memory is not None and memory_cap is not None:
-        found = found or _over_bytes(plan.bound, memory_cap, memory)
+        found = found or list(_over_cap(plan.bound, memory_cap, memory))
     if versions is not None:
         found = found or _over_versions(plan.bound, require_size("versions", versions))
     return Faults(_with_excerpts(plan, found), plan.name, plan, None, order, transport)
@@ -204,7 +204,7 @@ def _disorder(bound: BoundPlan, missing_values: set[int]) -> list[Fault]:
 
 
 def _is_unread(fault: Fault) -> bool:
-    """Return whether an item cannot be read, so that it may be any action."""
+    """Return whether the item may be any action."""
     if fault.code == "out-of-range" and isinstance(fault.action, Action):
         return not {type(fault.action.microbatch), type(fault.action.stage)} <= {int, type(None)}
     return fault.code in ("not-an-action", "ambiguous-stage")
@@ -258,24 +258,25 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find actions that come before an action of the same rank that they need; return also their codes."""
     faults: list[Fault] = []
     excused: set[int] = set()
-    for rank, row in enumerate(bound.rows):
-        early = list(_too_early(bound, rank))
-        excused |= {row[index] for index, *_ in early}
-        write = as_yielded(bound, rank)
-        faults += [_unordered_fault(bound, rank, *each, write) for each in early]
+    for rank in range(len(bound.rows)):
+        index_of, write = bound.index_of(rank), as_yielded(bound, rank)
+        for needer, giver, value in _too_early(bound, rank, index_of):
+            excused.add(needer)
+            positions = (bound.position(rank, index_of[code]) for code in (needer, giver))
+            faults.append(_unordered_fault(bound, rank, needer, giver, value, *positions, write))
     return faults, excused
 
 
-def _too_early(bound: BoundPlan, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the index of each action that comes too early, what it needs (action and value), and the action's index."""
-    codes, row, index_of = bound.codes, bound.rows[rank], bound.index_of(rank)
+def _too_early(bound: BoundPlan, rank: int, index_of: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Yield each action that comes too early, the later action that it needs, and that one's value."""
+    codes, row = bound.codes, bound.rows[rank]
     late = _late_gradients(codes, row) if bound.reduces else {}
-    for index, code in enumerate(row):
+    for code in row:
         if code in late:
-            yield index, late[code], codes.all_needs(code)[codes.microbatch[late[code]]], index_of[late[code]]
-        givers = ((giver, value) for value in codes.needs(code) for giver in codes.givers(value))
-        later = ((*each, index_of[each[0]]) for each in givers if index_of.get(each[0], -1) > index)
-        yield from ((index, *each) for each in islice(later, 1))
+            yield code, late[code], codes.all_needs(code)[codes.microbatch[late[code]]]
+        needed = ((giver, value) for value in codes.needs(code) for giver in codes.givers(value))
+        later = ((code, giver, value) for giver, value in needed if index_of.get(giver, -1) > index_of[code])
+        yield from islice(later, 1)
 
 
 def _late_gradients(codes: Codes, row: Sequence[int]) -> dict[int, int]:
@@ -294,54 +295,37 @@ def _late_gradients(codes: Codes, row: Sequence[int]) -> dict[int, int]:
 
 
 def _unordered_fault(
-    bound: BoundPlan, rank: int, index: int, giver: int, value: int, later: int, write: Callable[[int], str]
+    bound: BoundPlan, rank: int, early: int, giver: int, value: int, at: int, later: int, write: Callable[[int], str]
 ) -> Fault:
+    """Return the fault of an action at one position that needs a value of the action at a later one."""
     codes = bound.codes
-    needer, needed = codes.action(bound.rows[rank][index]), codes.action(giver)
-    own = "its own " if needer.microbatch == needed.microbatch and needer.stage == needed.stage else ""
-    position = bound.position(rank, index)
-    name = codes.value_name(value)
+    needer, needed, name = codes.action(early), codes.action(giver), codes.value_name(value)
+    own = "its own " if (needer.microbatch, needer.stage) == (needed.microbatch, needed.stage) else ""
+    slices = needer.microbatch != needed.microbatch and value in codes.more_needs.get(early, ())
     message = (
-        f"{needer} on rank {rank}, position {position} comes before {own}{needed.word} {needed} "
-        f"at position {bound.position(rank, later)}, which gives it {name}"
+        f"{needer} on rank {rank}, position {at} comes before {own}{needed.word} {needed} "
+        f"at position {later}, which gives it {name}{': they are slices of one sequence' * slices}"
     )
-    if needer.microbatch != needed.microbatch and value in codes.more_needs.get(bound.rows[rank][index], ()):
-        message += ": they are slices of one sequence"
     cycle = (
         Link(rank, str(needer), f"{needer} needs {name}, given by {needed}"),
         Link(rank, str(needed), f"{needed} comes after {needer} on rank {rank}"),
     )
-    hint = f"yield {write(giver)} before {write(bound.rows[rank][index])} on rank {rank}"
-    return Fault("unordered", rank, position, needer, message, hint, cycle=cycle)
+    hint = f"yield {write(giver)} before {write(early)} on rank {rank}"
+    return Fault("unordered", rank, at, needer, message, hint, cycle=cycle)
 
 
-def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int]) -> list[Fault]:
-    """Find, for each rank, the first action with which it holds more activations than allowed."""
-    faults: list[Fault] = []
-    for rank, cap, index, held in _first_above(bound, memory_cap, bound.in_flight):
-        hint = _how_to_hold_less(bound, rank, index)
-        what = f"would be activation {held} in flight on rank {rank} (cap {cap})"
-        faults.append(_cap_fault(bound, rank, index, what, hint))
-    return faults
-
-
-def _over_bytes(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory) -> list[Fault]:
-    """Find, for each rank, the first action with which it holds more bytes than allowed."""
-    faults: list[Fault] = []
-    for rank, cap, index, held in _first_above(bound, memory_cap, partial(memory.held, bound)):
-        hint = _how_to_hold_fewer_bytes(bound, rank, index, memory)
-        what = f"would make rank {rank} hold {held:,} bytes (cap {cap:,})"
-        faults.append(_cap_fault(bound, rank, index, what, hint))
-    return faults
-
-
-def _first_above(
-    bound: BoundPlan, caps: int | Sequence[int], held_on: Callable[[int], Sequence[int]]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each rank that holds more than its cap, the cap, the index of the first such action, and what it holds."""
-    for rank, cap in enumerate(require_caps(caps, len(bound.rows))):
-        above = ((rank, cap, index, held) for index, held in enumerate(held_on(rank)) if held > cap)
-        yield from islice(above, 1)
+def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> Iterator[Fault]:
+    """Find, for each rank, the first action with which it holds more activations, or bytes, than allowed."""
+    for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
+        counts = bound.in_flight(rank) if memory is None else memory.held(bound, rank)
+        for index, held in islice(((index, held) for index, held in enumerate(counts) if held > cap), 1):
+            if memory is None:
+                what = f"would be activation {held} in flight on rank {rank} (cap {cap})"
+                hint = _how_to_hold_less(bound, rank, index)
+            else:
+                what = f"would make rank {rank} hold {held:,} bytes (cap {cap:,})"
+                hint = _how_to_hold_fewer_bytes(bound, rank, index, memory)
+            yield _cap_fault(bound, rank, index, what, hint)
 
 
 def _cap_fault(bound: BoundPlan, rank: int, index: int, what: str, hint: str) -> Fault:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from pipelab.checking.repair import BlockedRank, Repair, repair
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Code, Fault, Link
-from pipelab.plan.order import Traversal
+from pipelab.plan.order import Traversal, units
 from pipelab.plan.plan import Plan
 
 Head = int | tuple[int, int]
@@ -20,6 +20,11 @@ AnyWait = TypeVar("AnyWait", bound="Wait")
 
 _MOST_TRIED = 1_000_000
 """Cycles times actions beyond which further cycles get no repair: each has to be tried out."""
+_PAIRS_HINT = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
+_REDUCES_HINT = (
+    "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
+    "or list none, and pipelab inserts them"
+)
 _MOST_KEPT = 20_000
 """How many actions a plan may have whose repaired rows are kept for a picture: objects take longer than codes."""
 
@@ -54,32 +59,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankWait(Wait):
-    """A stuck rank: its action at `index`, `code`, waits for `giver`."""
+    """A stuck rank: its action `code` waits for `giver`; at an all-reduce, for another rank to reach it too."""
 
-    index: int
     code: int
     giver: int
-    all_reduce: bool
-
-
-class _Names:
-    """The names of actions in a message: if pairs are one slot, both halves have the pair's name."""
-
-    def __init__(self, bound: BoundPlan, atomic_pairs: bool) -> None:
-        self.bound = bound
-        self.pair_of: dict[int, Pair] = {}
-        for row in bound.rows if atomic_pairs else ():
-            for forward, backward in pairwise(row):
-                if forward in bound.pairs:
-                    self.pair_of[forward] = self.pair_of[backward] = Pair(*map(bound.codes.action, (forward, backward)))
-
-    def of(self, code: int) -> Item:
-        """Return what runs: an action, or a pair."""
-        return self.pair_of.get(code) or self.bound.codes.action(code)
-
-    def place(self, code: int, rank: int) -> str:
-        """Return where a code is in a rank's row."""
-        return f", position {self.bound.position(rank, self.bound.rows[rank].index(code))}"
 
 
 def deadlocks(
@@ -90,27 +73,31 @@ def deadlocks(
     atomic_pairs: bool = False,
 ) -> list[Fault]:
     """Return one fault for each cycle of ranks that a walk left stuck; the options are the walk's."""
-    names = _Names(bound, atomic_pairs)
-    waits = {rank: _wait(names, walk, rank) for rank in walk.stuck}
+    name = _names(bound, atomic_pairs)
+    stuck = {rank: bound.rows[rank][index] for rank, index in walk.stuck.items()}
+    waits = {rank: _wait(bound, name, stuck, rank, walk.waits_for[rank]) for rank in stuck}
     faults: list[Fault] = []
     for cycle in cycles(sorted(waits), waits.get):
-        tried = None
         if atomic_pairs:
-            hint = "leave out Cost(pair=...), or yield the halves of one of these pairs one after the other"
-        elif any(wait.all_reduce for wait in cycle):
-            hint = (
-                "list the all-reduces R in the same order on every rank, each after its stage's last gradient; "
-                "or list none, and pipelab inserts them"
-            )
+            found = Repair(_PAIRS_HINT, [])
+        elif any(bound.codes.collective[wait.code] for wait in cycle):
+            found = Repair(_REDUCES_HINT, [])
         elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
-            hint = "fix the cycles before this one, then check again"
+            found = Repair("fix the cycles before this one, then check again", [])
         else:
             found = repair(bound, _blocked_ranks(cycle), given, excused)
-            hint, tried = found.words, _tried(bound, found)
-        first = cycle[0]
-        position = bound.position(first.rank, first.index)
-        faults.append(cycle_fault("deadlock", cycle, position, names.of(first.code), hint, tried))
+        rank, tried = cycle[0].rank, _tried(bound, found)
+        position = bound.position(rank, walk.stuck[rank])
+        faults.append(cycle_fault("deadlock", cycle, position, name(cycle[0].code), found.words, tried))
     return faults
+
+
+def _names(bound: BoundPlan, atomic_pairs: bool) -> Callable[[int], Item]:
+    """Return how a message calls an action: if pairs are one slot, both halves have the pair's name."""
+    pair_of: dict[int, Pair] = {}
+    for halves in (units(row, bound.pairs) for row in bound.rows if atomic_pairs):
+        pair_of |= {code: Pair(*map(bound.codes.action, both)) for both in halves if len(both) > 1 for code in both}
+    return lambda code: pair_of.get(code) or bound.codes.action(code)
 
 
 def cycles(heads: Iterable[Head], wait_of: Callable[[Any], AnyWait | None]) -> list[list[AnyWait]]:
@@ -172,35 +159,32 @@ def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
     return Plan(rows, codes.stages, codes.microbatches, place)
 
 
-def _wait(names: _Names, walk: Traversal, rank: int) -> _RankWait:
-    """Return what a stuck rank waits for."""
-    bound, index, value = names.bound, walk.stuck[rank], walk.waits_for[rank]
-    code = bound.rows[rank][index]
+def _wait(
+    bound: BoundPlan, name: Callable[[int], Item], stuck: Mapping[int, int], rank: int, value: int | None
+) -> _RankWait:
+    """Return the wait of a rank, which is stuck at an action that lacks a value."""
+    code = stuck[rank]
     if value is None:  # an R waits for a rank that has not reached it
         giver = code
-        on = next(
-            other
-            for other in bound.reduces[code]
-            if other not in walk.stuck or bound.rows[other][walk.stuck[other]] != code
-        )
+        on = next(other for other in bound.reduces[code] if stuck.get(other) != code)
         needs = f"needs rank {on} to reach it too"
     else:
         giver = bound.giver_of[value]
         on = bound.rank_of[giver]
-        itself = names.of(giver) == names.of(code)
-        how = "which it gives itself" if itself else f"given by {names.of(giver)}"
+        how = "which it gives itself" if name(giver) == name(code) else f"given by {name(giver)}"
         needs = f"needs {bound.codes.value_name(value)}, {how}"
-    places = names.place(code, rank), names.place(giver, on)
-    return _RankWait(
-        rank, str(names.of(code)), needs, str(names.of(giver)), on, *places,
-        index=index, code=code, giver=giver, all_reduce=value is None,
-    )  # fmt: skip
+    places = _place(bound, rank, code), _place(bound, on, giver)
+    return _RankWait(rank, str(name(code)), needs, str(name(giver)), on, *places, code=code, giver=giver)
+
+
+def _place(bound: BoundPlan, rank: int, code: int) -> str:
+    return f", position {bound.position(rank, bound.rows[rank].index(code))}"
 
 
 def _blocked_ranks(cycle: list[_RankWait]) -> list[BlockedRank]:
     """Return the ranks that are stuck at one action while the rank before them in the cycle waits for a later one."""
     return [
-        BlockedRank(wait.rank, wait.index, wait.code, before.giver)
+        BlockedRank(wait.rank, wait.code, before.giver)
         for before, wait in zip([cycle[-1], *cycle[:-1]], cycle, strict=True)
         if before.giver != wait.code
     ]

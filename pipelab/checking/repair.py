@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+from pipelab.plan.binding import written
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges
 from pipelab.plan.order import absent, at_start, traverse
@@ -77,10 +78,9 @@ def _step(bound: BoundPlan, one: Move, other: Move) -> int | None:
 
 def _further(bound: BoundPlan, one: int, other: int) -> int | None:
     """Return by how many micro-batches two actions differ; `None` if they differ in kind or stage."""
-    a, b = bound.codes.action(one), bound.codes.action(other)
-    if (a.kind, a.stage) != (b.kind, b.stage) or a.microbatch is None or b.microbatch is None:
-        return None
-    return b.microbatch - a.microbatch
+    kind, stage, microbatch = bound.codes.kind, bound.codes.stage, bound.codes.microbatch
+    alike = (kind[one], stage[one]) == (kind[other], stage[other])
+    return microbatch[other] - microbatch[one] if alike else None
 
 
 def _words(bound: BoundPlan, move: Move, name: Callable[[int], str]) -> str:
@@ -107,10 +107,7 @@ def as_yielded(bound: BoundPlan, rank: int | None) -> Callable[[int], str]:
 
     def write(code: int) -> str:
         action = codes.action(code)
-        stage = f", stage={action.stage}" if len(stages) != 1 else ""
-        if action.microbatch is None:
-            return f"R({stage.removeprefix(', ')})"
-        return f"{action.kind}({action.microbatch}{stage})"
+        return written(replace(action, stage=None) if len(stages) == 1 else action)
 
     return write
 
@@ -125,10 +122,9 @@ _LONGEST_ROW = 24
 
 @dataclass(frozen=True, slots=True)
 class BlockedRank:
-    """A rank of the cycle: at `index` it is stuck at `stuck`, and another rank waits for `wanted`, later in its row."""
+    """A rank of the cycle: it is stuck at `stuck`, and another rank waits for `wanted`, later in its row."""
 
     rank: int
-    index: int
     stuck: int
     wanted: int
 
@@ -148,10 +144,10 @@ class _Trials:
     given: Collection[int]
     excused: Collection[int]
     walked: int = 0
-    size: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.size = sum(map(len, self.bound.rows))
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.bound.rows))
 
     def stuck(self, rows: list[list[int]]) -> int:
         """Return how many ranks are stuck with these rows."""
@@ -171,8 +167,7 @@ def repair(
 
     One moved action is best, then a new order of as few ranks as possible, then the move that frees most ranks.
     """
-    bound, blocked = _as_written(bound, blocked)
-    trials = _Trials(bound, given, excused)
+    trials = _Trials(_as_written(bound), given, excused)
     left, move = _one_move(trials, blocked)
     if left == 0:
         return move
@@ -181,42 +176,41 @@ def repair(
     return order or move._replace(words=f"{move.words}, then check again")
 
 
-def _as_written(bound: BoundPlan, blocked: Sequence[BlockedRank]) -> tuple[BoundPlan, Sequence[BlockedRank]]:
+def _as_written(bound: BoundPlan) -> BoundPlan:
     """Remove the all-reduces that pipelab inserted: their places follow from the order of the gradients."""
     if not bound.automatic:
-        return bound, blocked
+        return bound
     rows = [[code for code in row if code not in bound.automatic] for row in bound.rows]
     listed = {code: ranks for code, ranks in bound.reduces.items() if code not in bound.automatic}
-    moved = [replace(each, index=rows[each.rank].index(each.stuck)) for each in blocked]
-    return replace(bound, rows=rows, reduces=listed, automatic=set(), walk=None), moved
+    return replace(bound, rows=rows, reduces=listed, automatic=set(), walk=None)
 
 
 def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, Repair]:
-    """Return the number of ranks that the best move leaves stuck, and that move.
-
-    A move puts the wanted action right before the stuck one, or the stuck one right after the wanted one.
-    """
+    """Return the number of ranks that the best move leaves stuck, and that move; the first that leaves none is best."""
     bound = trials.bound
     best = (len(bound.rows) + 1, Repair("give one rank of the cycle another order", []))
-    for each in blocked:
-        rank, at = each.rank, each.index
-        row, name = bound.rows[rank], as_yielded(bound, rank)
-        stuck, wanted, to = name(each.stuck), name(each.wanted), row.index(each.wanted)
-        earlier = [*row[:at], each.wanted, *row[at:to], *row[to + 1 :]]
-        later = [*row[:at], *row[at + 1 : to + 1], each.stuck, *row[to + 1 :]]
-        for changed, move in (
-            (earlier, f"yield {wanted} before {stuck} on rank {rank}"),
-            (later, f"yield {stuck} after {wanted} on rank {rank}"),
-        ):
-            if best[0] <= len(bound.rows) and trials.spent(_TRIAL_ACTIONS):
-                return best
-            found = Repair(move, [*bound.rows[:rank], changed, *bound.rows[rank + 1 :]])
-            left = trials.stuck(found.rows)
-            if left == 0:
-                return left, found
-            if not _waits_for_itself(bound, changed, trials.excused):
-                best = min(best, (left, found), key=itemgetter(0))
+    for rank, row, words in (move for each in blocked for move in _moves(bound, each)):
+        if best[0] <= len(bound.rows) and trials.spent(_TRIAL_ACTIONS):
+            break
+        rows = [*bound.rows[:rank], row, *bound.rows[rank + 1 :]]
+        left = trials.stuck(rows)
+        if left == 0:
+            return left, Repair(words, rows)
+        if left < best[0] and not _waits_for_itself(bound, row, trials.excused):
+            best = left, Repair(words, rows)
     return best
+
+
+def _moves(bound: BoundPlan, blocked: BlockedRank) -> Iterator[tuple[int, list[int], str]]:
+    """Yield the row with the wanted action right before the stuck one, and that with the stuck one right after it."""
+    rank, row, name = blocked.rank, bound.rows[blocked.rank], as_yielded(bound, blocked.rank)
+    stuck, wanted = name(blocked.stuck), name(blocked.wanted)
+    first, last = row.index(blocked.stuck), row.index(blocked.wanted)
+    before, between, behind = row[:first], row[first + 1 : last], row[last + 1 :]
+    earlier = [*before, blocked.wanted, blocked.stuck, *between, *behind]
+    yield rank, earlier, f"yield {wanted} before {stuck} on rank {rank}"
+    later = [*before, *between, blocked.wanted, blocked.stuck, *behind]
+    yield rank, later, f"yield {stuck} after {wanted} on rank {rank}"
 
 
 def _waits_for_itself(bound: BoundPlan, row: Sequence[int], excused: Collection[int]) -> bool:
@@ -265,7 +259,7 @@ def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]
     ranks = sorted({move.rank for move in moves})
     by_rank = [[move for move in moves if move.rank == rank] for rank in ranks]
     together = [replace(mine[0], moved=tuple(code for move in mine for code in move.moved)) for mine in by_rank]
-    if trials.stuck(rows_together := rows_after(bound, together)) == 0:
+    if not trials.stuck(rows_together := rows_after(bound, together)):
         yield Repair(describe(parts_of(bound, together)), rows_together)
     yield _forwards_first(trials, ranks)
     if len(ranks) == 1 and len(bound.rows[ranks[0]]) <= _LONGEST_ROW:

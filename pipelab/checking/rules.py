@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 from pipelab.checking.repair import as_yielded
-from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Kind
-from pipelab.plan.binding import NO_RANK
+from pipelab.plan.actions import HALVES, PER_MICROBATCH, TRAITS, Action, Kind
+from pipelab.plan.binding import NO_RANK, written
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Fault, ranges
@@ -31,7 +31,7 @@ def _complete(bound: BoundPlan) -> bool:
 
 def misplaced(bound: BoundPlan) -> list[Fault]:
     """Find actions that are on another rank than the placement says."""
-    faults = _misplaced_reduces(bound) if bound.reduces else []
+    faults = list(_misplaced_reduces(bound))
     if not bound.misplaced:
         return faults
     codes = bound.codes
@@ -48,23 +48,22 @@ def misplaced(bound: BoundPlan) -> list[Fault]:
     return faults
 
 
-def _misplaced_reduces(bound: BoundPlan) -> list[Fault]:
-    """Find all-reduces on ranks that do not hold the stage."""
-    faults: list[Fault] = []
-    replicas = bound.replicas
-    index_of = cache(bound.index_of)
+def _listed_reduces(bound: BoundPlan) -> Iterator[tuple[Action, tuple[int, ...], set[int]]]:
+    """Yield each all-reduce, the ranks that hold its stage, and the ranks that list it."""
+    replicas = bound.replicas if bound.reduces else {}
     for code, listers in bound.reduces.items():
-        action = bound.codes.action(code)
-        group = replicas[bound.codes.stage[code]]
-        strangers = sorted(set(listers).difference(group)) if group else []
-        if strangers:
+        yield bound.codes.action(code), replicas[bound.codes.stage[code]], set(listers)
+
+
+def _misplaced_reduces(bound: BoundPlan) -> Iterator[Fault]:
+    """Find all-reduces on ranks that do not hold the stage."""
+    index_of = cache(bound.index_of)
+    for action, group, listers in _listed_reduces(bound):
+        for rank in sorted(listers.difference(group)) if group else ():
+            position = bound.position(rank, index_of(rank)[bound.codes.code(action)])
             holders = f"ranks {ranges(group)} do" if len(group) > 1 else f"rank {ranges(group)} does"
-            for rank in strangers:
-                position = bound.position(rank, index_of(rank)[code])
-                message = f"{action} is on rank {rank}, which does not hold stage {action.stage}: {holders}"
-                hint = f"remove {action} from rank {rank}"
-                faults.append(Fault("wrong-rank", rank, position, action, message, hint))
-    return faults
+            message = f"{action} is on rank {rank}, which does not hold stage {action.stage}: {holders}"
+            yield Fault("wrong-rank", rank, position, action, message, f"remove {action} from rank {rank}")
 
 
 def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
@@ -82,8 +81,10 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
         values.update(codes.of_value(value)[slot] for value in absent)
         if twice:
             both.append(_repeated_backward(bound, codes.of_kind[twice][slot], index_of))
-    faults = _missing_faults(bound, lacking) if lacking else []
-    return both + faults + _missing_reduces(bound), values
+    name = cache(partial(as_yielded, bound))  # one look at the rank's row, not one for each fault
+    halved = _halved(bound) if lacking else ()
+    faults = [_missing_fault(bound, *which, each, name, which[0] in halved) for which, each in sorted(lacking.items())]
+    return [*both, *faults, *_missing_reduces(bound)], values
 
 
 @cache
@@ -97,30 +98,14 @@ def _wrong(listed: tuple[bool, ...]) -> tuple[list[Kind], list[str], Kind | None
     return lacks, absent, next((kinds[1] for kinds in givers.values() if len(kinds) > 1), None)
 
 
-def _missing_faults(bound: BoundPlan, lacking: dict[tuple[int, Kind], list[int]]) -> list[Fault]:
-    """Return one fault for each stage and what it lacks for some micro-batches."""
-    name = cache(partial(as_yielded, bound))  # one look at the rank's row, not one for each fault
-    is_split = _halved(bound)
-    return [
-        _missing_fault(bound, stage, kind, microbatches, name, is_split)
-        for (stage, kind), microbatches in sorted(lacking.items())
-    ]
-
-
-def _missing_reduces(bound: BoundPlan) -> list[Fault]:
+def _missing_reduces(bound: BoundPlan) -> Iterator[Fault]:
     """Find all-reduces that some ranks of the group list and others do not."""
-    faults: list[Fault] = []
-    replicas = bound.replicas if bound.reduces else {}
-    for code, listers in bound.reduces.items():
-        stage = bound.codes.stage[code]
-        group = replicas[stage]
-        inside = set(listers).intersection(group)
+    for action, group, listers in _listed_reduces(bound):
+        inside = listers.intersection(group)
         for rank in sorted(set(group) - inside) if inside else ():
-            message = f"{stage}R is on rank {min(inside)} but not on rank {rank}, which holds stage {stage} too"
-            hint = f"on rank {rank}, yield R(stage={stage}) after the stage's last gradient; or on no rank"
-            lacking = ((rank, bound.codes.action(code)),)
-            faults.append(Fault("missing", rank, None, None, message, hint, lacking=lacking))
-    return faults
+            message = f"{action} is on rank {min(inside)} but not on rank {rank}, which holds stage {action.stage} too"
+            hint = f"on rank {rank}, yield {written(action)} after the stage's last gradient; or on no rank"
+            yield Fault("missing", rank, None, None, message, hint, lacking=((rank, action),))
 
 
 def _repeated_backward(bound: BoundPlan, half: int, index_of: Callable[[int], dict[int, int]]) -> Fault:
@@ -142,13 +127,13 @@ def _missing_fault(
     lacks: Kind,
     microbatches: list[int],
     name: Callable[[int | None], Callable[[int], str]],
-    is_split: Callable[[int], bool],
+    halved: bool,
 ) -> Fault:
     codes, lacked = bound.codes, bound.codes.table[lacks]
     rank_of = {m: bound.rank_of_slot[codes.slot[lacked[m][stage]]] for m in microbatches}
     known = sorted({*rank_of.values()} - {NO_RANK})
     first, many = next(iter(known), None), len(microbatches) > 1
-    kinds = HALVES if len(TRAITS[lacks].gives) > 1 and is_split(stage) else (lacks,)
+    kinds = HALVES if len(TRAITS[lacks].gives) > 1 and halved else (lacks,)
     what = TRAITS[lacks].word + f" ({lacks})" * (lacks in HALVES)
     lacking = f"micro-batches {ranges(microbatches)} have" if many else f"micro-batch {microbatches[0]} has"
     message = f"{lacking} no {what} on stage {stage}" + f" (rank{'s' * (len(known) > 1)} {ranges(known)})" * bool(known)
@@ -163,16 +148,12 @@ def _missing_fault(
     return Fault("missing", first, None, None, message, hint, lacking=absent)
 
 
-def _halved(bound: BoundPlan) -> Callable[[int], bool]:
-    """Return a function: whether a stage's backwards are all in halves; if it has none, whether the plan's are."""
+def _halved(bound: BoundPlan) -> set[int]:
+    """Return the stages whose backwards are all in halves; of a stage without any, all others decide."""
     codes, rank_of = bound.codes, bound.rank_of
-    backwards = {kind for value in _NEEDED[1:] for kind in GIVERS[value]}
-    everywhere = backwards.intersection(bound.kinds)
-
-    def is_split(stage: int) -> bool:
-        own = {kind: codes.of_kind[kind][stage :: codes.stages] for kind in backwards}
-        here = {kind for kind, listed in own.items() if any(rank_of[code] != NO_RANK for code in listed)}
-        kinds = here or everywhere
-        return bool(kinds) and kinds <= set(HALVES)
-
-    return is_split
+    stages: dict[bool, set[int]] = {False: set(), True: set()}
+    for kind in {kind for value in _NEEDED[1:] for kind in GIVERS[value]}:
+        listed = (code for code in codes.of_kind[kind] if rank_of[code] != NO_RANK)
+        stages[kind in HALVES] |= {codes.stage[code] for code in listed}
+    halved, whole = stages[True], stages[False]
+    return halved - whole if whole or not halved else set(range(codes.stages))

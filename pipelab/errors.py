@@ -14,27 +14,10 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "MOST_SLOTS",
-    "NO_TORCH",
-    "BatchError",
-    "CostError",
-    "DeviceError",
-    "EngineError",
-    "FormatError",
-    "LossError",
-    "PipelabError",
-    "RankError",
-    "SplitError",
-    "StageError",
-    "StepTimeoutError",
-    "UsageError",
-    "VerificationError",
-    "clean",
-    "require_caps",
-    "require_size",
-    "require_slots",
-    "require_suffix",
-]
+    "MOST_SLOTS", "NO_TORCH", "BatchError", "CostError", "DeviceError", "EngineError", "FormatError", "LossError",
+    "PipelabError", "RankError", "SplitError", "StageError", "StepTimeoutError", "UsageError", "VerificationError",
+    "clean", "require_caps", "require_size", "require_slots", "require_suffix",
+]  # fmt: skip
 
 MOST_SLOTS = 1 << 22
 """How many stages times micro-batches a plan may have. One of this size is checked and simulated in about 4 GB."""

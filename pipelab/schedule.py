@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
@@ -18,10 +18,9 @@ from pipelab.plan.actions import RESHARD, UNSHARD, Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After
 from pipelab.plan.bound import MOST_ACTIONS, endless_limit
-from pipelab.plan.fault import Fault, ScheduleError, line_of_function, readable, shorten, students_line
+from pipelab.plan.fault import Fault, ScheduleError, misfit, raised, readable, shorten, students_fault, students_line
 from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
-from pipelab.plan.student_code import misfit
 from pipelab.plan.transfers import Lookahead, Step, lookaheads, residence
 
 
@@ -172,7 +171,8 @@ class Schedule(ABC):
         """Return why `actions` cannot be called at this size; `None` if it can."""
         if not (hasattr(self, "ranks") and hasattr(self, "microbatches")):
             message = f"{type(self).__name__} has no sizes: its __init__ does not call the one of Schedule"
-            return _at(message, type(self).__init__, "call super().__init__(ranks, microbatches) there, first")
+            hint = "call super().__init__(ranks, microbatches) there, first"
+            return students_fault(message, type(self).__init__, hint)
         return (
             misfit("refusal", self.refusal, "ranks", "microbatches")
             or self._refused()
@@ -186,12 +186,11 @@ class Schedule(ABC):
         try:
             reason: object = self.refusal(self.ranks, self.microbatches)
         except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
-            message = f"{asked} raised {type(error).__name__}: {error}"
-            return _at(message, students_line(error, self.refusal), "fix that line")
+            return raised(asked, error, self.refusal, "fix that line")
         if reason is None or isinstance(reason, str):
             return None if reason is None else Fault("refused", None, None, None, reason)
         hint = "return None if the size is right, and otherwise the reason, as a text"
-        return _at(f"{asked} returned {shorten(reason)}", self.refusal, hint)
+        return students_fault(f"{asked} returned {shorten(reason)}", self.refusal, hint)
 
     def _without_stages(self) -> Fault | None:
         """Return what is wrong with `stages`; `None` if it is a positive whole number."""
@@ -199,11 +198,11 @@ class Schedule(ABC):
         try:
             stages: object = self.stages
             if callable(stages):
-                return _at("stages is a method, not a number", written, "write @property above def stages(self)")
+                hint = "write @property above def stages(self)"
+                return students_fault("stages is a method, not a number", written, hint)
             require_size("stages", stages)
         except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
-            message = f"asking for stages raised {type(error).__name__}: {error}"
-            return _at(message, students_line(error, written), "return how many stages there are, a whole number")
+            return raised("asking for stages", error, written, "return how many stages there are, a whole number")
         return None
 
     def plan(self) -> Plan:
@@ -250,12 +249,6 @@ def _argument(value: object) -> str:
     return str(getattr(value, "__name__", "")) or shorten(value)
 
 
-def _at(message: str, where: str | Callable[..., object], hint: str) -> Fault:
-    """Return the fault of a student's method, at a line or where the method is defined."""
-    line = where if isinstance(where, str) else line_of_function(where)
-    return Fault("exception", None, None, None, message + (f"\n  at {line}" if line else ""), hint)
-
-
 def _iterable(returned: Any) -> Iterable[object]:
     """Return what `actions` returned if it is a sequence or a generator."""
     guess = "did you mean to yield the actions, or to return a list of them?"
@@ -296,14 +289,10 @@ def _is_row(item: object) -> bool:
 
 def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) -> Fault:
     after = f" after {len(row)} action{'s' if len(row) > 1 else ''}, the last one {shorten(row[-1])}" if row else ""
-    return Fault(
-        "exception",
-        rank,
-        len(row),
-        None,
-        f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {students_line(error, schedule.actions)}",
-        "fix that line; the schedule itself was not checked yet",
-    )
+    line = students_line(error, schedule.actions)
+    message = f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {line}"
+    hint = "fix that line; the schedule itself was not checked yet"
+    return Fault("exception", rank, len(row), None, message, hint)
 
 
 def _too_many(rank: int, row: list[object]) -> Fault:

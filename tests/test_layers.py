@@ -71,7 +71,7 @@ HIDING_PLACES = {
     },
     "__import__": set(),
     "__self__": {
-        "pipelab.plan.student_code",  # is it a method that a student wrote, or a function?
+        "pipelab.plan.fault",  # is it a method that a student wrote, or a function?
         "pipelab.checking.mistakes",  # the student's schedule, asked for other stages per rank
         "pipelab.engine.stage.pytree",  # what a bound method of a model holds
         "pipelab.engine.stage.replicas",  # a bound method of a model, copied with it

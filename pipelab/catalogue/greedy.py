@@ -10,9 +10,8 @@ from pipelab.catalogue.list_scheduling import Moment, Priority, list_schedule
 from pipelab.checking.memory import Memory
 from pipelab.errors import PipelabError, UsageError, require_caps
 from pipelab.plan.actions import Action
-from pipelab.plan.fault import Fault, ScheduleError, students_line
+from pipelab.plan.fault import ScheduleError, misfit, raised
 from pipelab.plan.plan import Plan
-from pipelab.plan.student_code import misfit
 from pipelab.schedule import Schedule
 from pipelab.simulation.cost import Cost, as_cost
 
@@ -139,10 +138,9 @@ class Greedy(Schedule):
         except PipelabError:
             raise
         except Exception as error:
-            line = students_line(error, self.priority if callable(self.priority) else None)
-            message = f"asking the priority raised {type(error).__name__}: {error}\n  at {line}"
+            own = self.priority if callable(self.priority) else None
             hint = "fix that line: return a number for every action"
-            raise ScheduleError([Fault("exception", None, None, None, message, hint)], self._name()) from error
+            raise ScheduleError([raised("asking the priority", error, own, hint)], self._name()) from error
         return super().draft()
 
     @cached_property

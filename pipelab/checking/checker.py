@@ -262,8 +262,8 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
         index_of, write = bound.index_of(rank), as_yielded(bound, rank)
         for needer, giver, value in _too_early(bound, rank, index_of):
             excused.add(needer)
-            positions = (bound.position(rank, index_of[code]) for code in (needer, giver))
-            faults.append(_unordered_fault(bound, rank, needer, giver, value, *positions, write))
+            at, later = (bound.position(rank, index_of[code]) for code in (needer, giver))
+            faults.append(_unordered_fault(bound, rank, needer, giver, value, at, later, write))
     return faults, excused
 
 

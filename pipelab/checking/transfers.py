@@ -23,29 +23,19 @@ class Wire:
     What a pair gives leaves after both of its halves, where its sends are. In a queue, a transfer follows the one
     before it, at both of its ends. A receive that holds its rank is followed by all that comes after it in the row, and
     so is a send that the row waits for.
-
-    Attributes:
-        low: the plan.
-        transport: the transport.
-        holding: whether a receive holds its rank.
-        job: by code, its job; the job of a value that crosses is `transfer(value)`.
-        network: the jobs, and what each follows.
-        queues: the values in each queue, by the rank that has it and a number.
-        ends: by value that crosses, the queues that it waits in.
-        made: by value that crosses, the job at whose end it exists.
     """
 
     def __init__(self, low: Lowering, transport: Transport, *, atomic_pairs: bool = False) -> None:
         """Lay out the jobs."""
         codes = low.bound.codes
-        self.low, self.transport, self.holding = low, transport, transport == "holding"
-        self.queues: dict[tuple[int, int], list[int]] = {}
-        self.ends: dict[int, list[tuple[int, int]]] = {value: [] for value in low.crossings}
-        self.made: dict[int, int] = {}
+        self.low, self.transport, self.holding = low, transport, transport == "holding"  # does a receive hold its rank?
+        self.queues: dict[tuple[int, int], list[int]] = {}  # by rank and a number, the values in a queue
+        self.ends: dict[int, list[tuple[int, int]]] = {value: [] for value in low.crossings}  # the queues that it is in
+        self.made: dict[int, int] = {}  # by value that crosses, the job at whose end it exists
+        self.needed = inbound(low.crossings)
         self._codes = len(codes.kind)
-        self.job = list(range(self._codes))
+        self.job = list(range(self._codes))  # by code; the job of a value that crosses is `transfer(value)`
         self._follows: list[list[int]] = [[] for _ in range(self._codes + codes.always)]
-        self._needed = inbound(low.crossings)
         for rank, row in enumerate(low.rows):
             self._lay_out(rank, row, atomic_pairs)
         self.network = Network([[(each, NOTHING) for each in before] for before in self._follows])
@@ -76,7 +66,7 @@ class Wire:
         for code in numbers:
             job = self.job[code]
             self._follows[job] += [each for each in before if each != job]
-            self._follows[job] += [self.transfer(self._needed[code])] if code in self._needed else []
+            self._follows[job] += [self.transfer(self.needed[code])] if code in self.needed else []
             before = [job]
         gives = {self.low.bound.codes.gives[code] for code in numbers if not self.low.bound.codes.collective[code]}
         self.made.update(dict.fromkeys(gives.intersection(self.low.crossings), before[0]))
@@ -139,7 +129,6 @@ class Hang:
         """Find the first step that cannot run in each row, and the first value that cannot cross in each queue."""
         self.wire, self.low, self.bound, self.hint = wire, wire.low, wire.low.bound, hint
         self._done = set(wire.network.order)
-        self._needed = inbound(self.low.crossings)
         kinds = ("run", "RECV") if wire.holding else ("run",)
         self._step = {
             rank: next((step for step in row if step[0] in kinds and not self.has_run(step)), None)
@@ -202,7 +191,7 @@ class Hang:
         if self.bound.codes.collective[code]:
             absent = next(each for each in self.bound.reduces[code] if self._step[each] != step)
             return Wait(rank, name, f"needs rank {absent} to reach it too", name, absent)
-        value = self._needed[code]
+        value = self.wire.needed[code]
         if not self.wire.ends[value]:
             return self._wait_for_giver(rank, name, value)
         receive = self.low.word(("RECV", (value,)))

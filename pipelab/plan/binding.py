@@ -10,8 +10,7 @@ from typing import TypeGuard
 from pipelab.errors import FormatError
 from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, TRAITS, Action, halves_of, whole
 from pipelab.plan.codes import Codes
-from pipelab.plan.fault import Code, Fault, Unreadable, shorten, students_line
-from pipelab.plan.student_code import misfit
+from pipelab.plan.fault import Code, Fault, Unreadable, misfit, raised, shorten
 
 Place = Callable[[int, int], int]
 """Which rank runs a stage: `(microbatch, stage) -> rank`."""
@@ -39,8 +38,8 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
         if not set(map(type, rank_of_slot)) <= {int}:
             rank_of_slot = list(map(whole, rank_of_slot))
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
-        message = f"place(microbatch, stage) raised {type(error).__name__}: {error}\n  at {students_line(error, place)}"
-        return [], Fault("exception", None, None, None, message, "return a rank for every micro-batch and stage")
+        hint = "return a rank for every micro-batch and stage"
+        return [], raised("place(microbatch, stage)", error, place, hint)
     answers = zip(_visits(stages, microbatches), rank_of_slot, strict=True)
     strange = [(visit, rank) for visit, rank in answers if not within(rank, ranks)]
     if not strange:
@@ -69,8 +68,7 @@ def require_slices(after: After, codes: Codes, rank_of_slot: Sequence[int]) -> F
         try:
             before = [whole(each) for each in after(microbatch, stage)]
         except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
-            message = f"{asked} raised {type(error).__name__}: {error}\n  at {students_line(error, after)}"
-            return Fault("exception", None, None, None, message, "return a list of micro-batches, empty for none")
+            return raised(asked, error, after, "return a list of micro-batches, empty for none")
         for each in before:
             if not within(each, microbatch):
                 message = f"{asked} names micro-batch {shorten(each)}, which is no earlier slice"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,7 +81,7 @@ class Move(NamedTuple):
     action: Action
 
 
-@dataclass(slots=True)
+@dataclass
 class BoundPlan:
     """A plan as codes, rank by rank.
 
@@ -101,20 +102,18 @@ class BoundPlan:
     """
 
     codes: Codes
-    lists: list[list[int]]
-    rows: list[list[int]]
-    places: list[dict[int, int] | None]
-    pairs: set[int]
     rank_of_slot: list[int]
     rank_of: list[int]
-    faults: list[Fault]
     names_ranks: bool
+    lists: list[list[int]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    places: list[dict[int, int] | None] = field(default_factory=list)
+    pairs: set[int] = field(default_factory=set)
+    faults: list[Fault] = field(default_factory=list)
     reduces: dict[int, list[int]] = field(default_factory=dict)
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
     beside: bool = False
-    _stages_of: dict[int, set[int]] | None = field(default=None, init=False)
-    _giver_of: list[int] | None = field(default=None, init=False)
 
     @classmethod
     def bind(
@@ -131,14 +130,10 @@ class BoundPlan:
         rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         bound = cls(
             codes=codes,
-            lists=[],
-            rows=[],
-            places=[],
-            pairs=set(),
             rank_of_slot=rank_of_slot or [NO_RANK] * (stages * microbatches),
             rank_of=[NO_RANK] * len(codes.kind),
-            faults=[] if fault is None else [fault],
             names_ranks=bool(rank_of_slot),
+            faults=[] if fault is None else [fault],
         )
         try:
             bound._bind_rows(rows)
@@ -204,15 +199,14 @@ class BoundPlan:
                 holders[stage].append(rank)
         return {stage: tuple(ranks) for stage, ranks in holders.items()}
 
-    @property
+    @cached_property
     def stages_of(self) -> dict[int, set[int]]:
         """Return, for each rank that holds a stage, the stages that it holds."""
-        if self._stages_of is None:
-            self._stages_of = {}
-            for rank, stage in set(zip(self.rank_of_slot, self.codes.stage, strict=False)):
-                if rank != NO_RANK:
-                    self._stages_of.setdefault(rank, set()).add(stage)
-        return self._stages_of
+        found: dict[int, set[int]] = {}
+        for rank, stage in set(zip(self.rank_of_slot, self.codes.stage, strict=False)):
+            if rank != NO_RANK:
+                found.setdefault(rank, set()).add(stage)
+        return found
 
     @property
     def misplaced(self) -> bool:
@@ -273,23 +267,20 @@ class BoundPlan:
                     found[code] = moves
         return found
 
-    @property
+    @cached_property
     def giver_of(self) -> list[int]:
         """By value, the code of the action that gives it; -1 if no rank lists one."""
-        if self._giver_of is None:
-            self._giver_of = [-1] * (self.codes.always + 1)
-            for kind in reversed(self.kinds):
-                given = [self.codes.of_value(value) for value in TRAITS[kind].gives]
-                for code, rank, *values in zip(self.codes.of_kind[kind], self.ranks_of(kind), *given, strict=True):
-                    if rank != NO_RANK:
-                        for value in values:
-                            self._giver_of[value] = code
-        return self._giver_of
+        giver_of = [-1] * (self.codes.always + 1)
+        for kind in reversed(self.kinds):
+            given = [self.codes.of_value(value) for value in TRAITS[kind].gives]
+            for code, rank, *values in zip(self.codes.of_kind[kind], self.ranks_of(kind), *given, strict=True):
+                for value in values if rank != NO_RANK else ():
+                    giver_of[value] = code
+        return giver_of
 
     def inputs(self, code: int) -> list[tuple[int, int]]:
         """Return each value that an action needs and the code of the action that gives it."""
-        giver_of = self.giver_of
-        return [(value, giver_of[value]) for value in self.codes.needs(code)]
+        return [(value, self.giver_of[value]) for value in self.codes.needs(code)]
 
     def listed(self, kind: Kind, stage: int) -> list[int]:
         """Return the micro-batches whose action of an optional kind the plan lists for a stage, in their order."""
@@ -364,11 +355,11 @@ class BoundPlan:
                 if len(ranks) > 1:
                     action, rank = codes.action(code), self.rank_of[code]
                     position = self.position(rank, self.rows[rank].index(code))
-                    message = (
-                        f"{action} is on rank {rank}, but {len(ranks)} ranks have a part of the stage's gradients each"
-                    )
+                    parts = f"{len(ranks)} ranks have a part of the stage's gradients each"
                     hint = "list updates only for stages that are on one rank"
-                    self.faults.append(Fault("wrong-rank", rank, position, action, message, hint))
+                    self._refuse(
+                        rank, position, action, ("wrong-rank", f"{action} is on rank {rank}, but {parts}", hint)
+                    )
 
     def _bind_row(self, rank: int, row: Sequence[object], stages_of_rank: StagesOfRank, moves: list[Action]) -> None:
         """Append the codes of one row; an item that cannot be bound becomes a fault."""
@@ -396,9 +387,8 @@ class BoundPlan:
                         listed.append(code)
                         positions.append(position)
                     elif not endless:
-                        action = item if item.stage is not None else self.codes.action(code)
-                        kind, message, hint = _repeated(rank, position, action, rank_of[code])
-                        self.faults.append(Fault(kind, rank, position, item, message, hint))
+                        repeated = _repeated(rank, position, self.codes.action(code), rank_of[code])
+                        self._refuse(rank, position, item, repeated)
                     continue
             if not endless:
                 legal = self._bound(rank, position, item, stages_of_rank, moves)
@@ -427,30 +417,27 @@ class BoundPlan:
         """Return the code of one action and record its rank; record the fault of an illegal action."""
         if isinstance(item, Action) and item.kind in OPTIONAL and item.kind not in self.codes.per_microbatch:
             raise _NotLaidOutError
-        found: Action | Refusal | int = bind_action(rank, position, item, self.codes, stages_of_rank)
-        if isinstance(found, Action):
-            if not found.traits.computes:
-                moves.append(found)
-                return self.codes.first_move + len(moves) - 1
-            found = self._entered(rank, position, found)
-        if isinstance(found, int):
-            return found
-        code, message, hint = found
-        self.faults.append(Fault(code, rank, position, item, message, hint))
-        return None
-
-    def _entered(self, rank: int, position: int, action: Action) -> int | Refusal:
-        """Record which rank runs an action; return its code, or why the rank may not list it again."""
-        code = self.codes.code(action)
-        first = self.rank_of[code]
+        action = bind_action(rank, position, item, self.codes, stages_of_rank)
+        if not isinstance(action, Action):
+            self._refuse(rank, position, item, action)
+            return None
+        if not action.traits.computes:
+            moves.append(action)
+            return self.codes.first_move + len(moves) - 1
+        code, collective = self.codes.code(action), action.traits.collective
         # Every rank of its group lists an R once; rows are bound in order, so rank_of holds the last rank that did.
-        reduces = action.traits.collective
-        if first == rank or (first != NO_RANK and not reduces):
-            return _repeated(rank, position, action, first)
+        first = self.rank_of[code]
+        if first == rank or (first != NO_RANK and not collective):
+            self._refuse(rank, position, item, _repeated(rank, position, action, first))
+            return None
         self.rank_of[code] = rank
-        if reduces:
+        if collective:
             self.reduces.setdefault(code, []).append(rank)
         return code
+
+    def _refuse(self, rank: int, position: int, item: object, refusal: Refusal) -> None:
+        code, message, hint = refusal
+        self.faults.append(Fault(code, rank, position, item, message, hint))
 
 
 def _repeated(rank: int, position: int, action: Action, first: int) -> Refusal:

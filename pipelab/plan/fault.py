@@ -261,6 +261,47 @@ def students_line(error: BaseException, otherwise: Callable[..., object] | None 
     return line_of(frames)
 
 
+def students_fault(message: str, where: str | Callable[..., object] | None, hint: str) -> Fault:
+    """Return the fault of a student's function, at a line or where the function is written."""
+    line = where if isinstance(where, str) else line_of_function(where)
+    return Fault("exception", None, None, None, message + (f"\n  at {line}" if line else ""), hint)
+
+
+def raised(what: str, error: Exception, function: Callable[..., object] | None, hint: str) -> Fault:
+    """Return the fault of a student's function that raised an error."""
+    return students_fault(f"{what} raised {type(error).__name__}: {error}", students_line(error, function), hint)
+
+
+def misfit(name: str, function: object, *given: str) -> Fault | None:
+    """Return the fault of a function that cannot be called with these arguments, or `None`.
+
+    Example:
+        >>> def of_stage(stage): ...
+        >>> misfit("place", of_stage, "microbatch", "stage").hint
+        'write def place(microbatch, stage)'
+    """
+    if not callable(function):
+        return students_fault(f"{name} is {shorten(function)}, not a method", None, _write(name, ("self", *given)))
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError:
+        pass
+    except ValueError:  # of a function written in C, which has none
+        return None
+    else:
+        return None
+    plain = getattr(function, "__func__", function)
+    owner = getattr(function, "__self__", None)
+    expected = given if owner is None else ("cls" if isinstance(owner, type) else "self", *given)
+    qualified = getattr(plain, "__qualname__", name).rpartition("<locals>.")[2]
+    message = f"pipelab calls {name}({', '.join(expected)}), but it is written {qualified}{inspect.signature(plain)}"
+    return students_fault(message, plain, _write(name, expected))
+
+
+def _write(name: str, parameters: tuple[str, ...]) -> str:
+    return f"write def {name}({', '.join(parameters)})"
+
+
 def line_of_function(function: object) -> str | None:
     """Return where a student's function is written; `None` if it is not a function or belongs to a library."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

@@ -128,9 +128,12 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
         >>> lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use").words()[1]
         ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
-    crossings = crossings_of(bound)
-    plain = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
-    rows = _with_transfers(bound, order, crossings, plain)
+    crossings = _crossings(bound)
+    rows = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
+    if order in ("pytorch", "deferred"):
+        rows = _as_early_as_sent(bound, crossings, rows)
+    else:
+        rows = [list(_at_use(bound, crossings, row)) for row in rows]
     if order == "by-time":
         place = {value: at for at, value in enumerate(by_time)}
         rows = [_reordered(bound, row, place) for row in rows]
@@ -143,16 +146,7 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
     return Lowering(bound, crossings, rows, order, by_time)
 
 
-def _with_transfers(
-    bound: BoundPlan, order: Order, crossings: Mapping[int, Crossing], plain: Sequence[Sequence[Step]]
-) -> list[list[Step]]:
-    needed = inbound(crossings)
-    if order in ("pytorch", "deferred"):
-        return _as_early_as_sent(bound, crossings, needed, plain)
-    return [list(_at_use(bound, crossings, needed, row)) for row in plain]
-
-
-def crossings_of(bound: BoundPlan) -> dict[int, Crossing]:
+def _crossings(bound: BoundPlan) -> dict[int, Crossing]:
     """Return, by value, what crosses from one rank to another in a legal plan."""
     rank_of = bound.rank_of
     found: dict[int, Crossing] = {}
@@ -170,13 +164,14 @@ def inbound(crossings: Mapping[int, Crossing]) -> dict[int, int]:
 
 
 def _as_early_as_sent(
-    bound: BoundPlan, crossings: Mapping[int, Crossing], needed: Mapping[int, int], waiting: Sequence[Sequence[Step]]
+    bound: BoundPlan, crossings: Mapping[int, Crossing], waiting: Sequence[Sequence[Step]]
 ) -> list[list[Step]]:
     """Place transfers as `torch.distributed.pipelining.schedules._add_send_recv` does.
 
     In each round, every rank in turn appends its next step, if all that it needs has been sent; then its sends, each
     together with its receive, which goes to the end of the receiver's row.
     """
+    needed = inbound(crossings)
     rows: list[list[Step]] = [[] for _ in waiting]
     at = [0] * len(waiting)
     sent: set[int] = set()
@@ -284,10 +279,9 @@ def _first(most: int, stages: list[int], items: list[int]) -> list[int]:
     return stages[: most + (len(stages) > most and items[most] == items[most - 1])]
 
 
-def _at_use(
-    bound: BoundPlan, crossings: Container[int], needed: Mapping[int, int], row: Sequence[Step]
-) -> Iterator[Step]:
+def _at_use(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[Step]) -> Iterator[Step]:
     """Yield a rank's row with each receive right before the item that needs it."""
+    needed = inbound(crossings)
     for step in row:
         item = step[1] if step[0] == "run" else ()
         yield from (("RECV", (needed[code],)) for code in item if code in needed)
@@ -362,58 +356,63 @@ def _within(low: Lowering, outstanding: int) -> list[list[Step]]:
     receive has been posted, so it may not come before anything that this receive needs. Of those that may, it takes
     the first whose receive comes before in any case, else the first.
     """
-    after: dict[Step, list[Step]] = defaultdict(list)  # what comes after an item or a transfer, in any case
-    for row in low.rows:
+    after = _followers(low.rows)
+    return [list(_row_within(low, row, outstanding, after)) for row in low.rows]
+
+
+def _followers(rows: Sequence[Sequence[Step]]) -> dict[Step, list[Step]]:
+    """Return what comes right after each item and each transfer, in any case."""
+    after: dict[Step, list[Step]] = defaultdict(list)
+    for row in rows:
         follower: list[Step] = []
         for step in reversed(row):
             word, numbers = step
+            received: Step = "RECV", numbers
             if word == "WAIT_SEND":
-                after["RECV", numbers] += follower
+                after[received] += follower
             elif word in ("run", *_TRANSFERS):
-                after[step] += follower + ([("RECV", numbers)] if word == "SEND" else [])
+                after[step] += [*follower, received] if word == "SEND" else follower
                 follower = [step]
-    return [list(_row_within(low, row, outstanding, after)) for row in low.rows]
+    return after
 
 
 def _row_within(low: Lowering, row: Sequence[Step], outstanding: int, after: dict[Step, list[Step]]) -> Iterator[Step]:
     """Yield a row with a wait before each send that would be one too many, and without the waits that are then over."""
-    pending: dict[int, None] = {}
+    pending: list[int] = []
     for step in row:
         word, numbers = step
-        while word == "SEND" and len(pending) >= outstanding:
-            value = _ended_first(low, after, list(pending), step)
-            del pending[value]
-            yield "WAIT_SEND", (value,)
         if word == "SEND":
-            pending[numbers[0]] = None
-        if word != "WAIT_SEND" or numbers[0] in pending:
-            yield step
-        if word == "WAIT_SEND":
-            pending.pop(numbers[0], None)
+            while len(pending) >= outstanding:
+                ended = _ended_first(low, after, pending, step)
+                after["RECV", (ended,)].append(step)
+                pending.remove(ended)
+                yield "WAIT_SEND", (ended,)
+            pending += numbers
+        elif word == "WAIT_SEND":
+            if numbers[0] not in pending:
+                continue
+            pending.remove(numbers[0])
+        yield step
 
 
-def _ended_first(low: Lowering, after: dict[Step, list[Step]], pending: list[int], send: Step) -> int:
-    """Return the send under way that ends before another one begins, and note that it does."""
-    safe = [value for value in pending if not _reachable(after, send, ("RECV", (value,)))]
+def _ended_first(low: Lowering, after: Mapping[Step, Sequence[Step]], pending: Sequence[int], send: Step) -> int:
+    """Return which of the sends under way can end before another one begins; best one that does in any case."""
+    later = _reachable(after, send)
+    safe = [value for value in pending if ("RECV", (value,)) not in later]
     if not safe:
         sends = ", ".join(low.word(("SEND", (value,))) for value in pending)
         raise UsageError(
             f"max_outstanding_sends={len(pending)} is too small for this plan: before {low.word(send)}, "
             f"{f'none of {sends} can end' if pending else 'there is no send to wait for'}\n  try: a larger number"
         )
-    value = next((value for value in safe if _reachable(after, ("RECV", (value,)), send)), safe[0])
-    after["RECV", (value,)].append(send)
-    return value
+    return next((value for value in safe if send in _reachable(after, ("RECV", (value,)))), safe[0])
 
 
-def _reachable(after: Mapping[Step, Sequence[Step]], start: Step, end: Step) -> bool:
-    """Return whether one step comes before another in any case."""
+def _reachable(after: Mapping[Step, Sequence[Step]], start: Step) -> set[Step]:
+    """Return all that comes after a step in any case."""
     seen, left = {start}, [start]
     while left:
-        step = left.pop()
-        if step == end:
-            return True
-        fresh = [each for each in after.get(step, ()) if each not in seen]
-        seen.update(fresh)
+        fresh = {each for each in after.get(left.pop(), ()) if each not in seen}
+        seen |= fresh
         left += fresh
-    return False
+    return seen

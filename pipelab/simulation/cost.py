@@ -11,9 +11,8 @@ from typing import Any, Literal
 from pipelab.errors import CostError, require_size
 from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
 from pipelab.plan.binding import NO_RANK
-from pipelab.plan.fault import readable, shorten
+from pipelab.plan.fault import misfit, readable, shorten
 from pipelab.plan.plan import Plan
-from pipelab.plan.student_code import misfit
 from pipelab.simulation.fitting import fitted, groups, listed, spread
 from pipelab.simulation.links import Links
 from pipelab.trace.trace import Trace

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from strategies import catalogue_plans
 
 import pipelab
-from pipelab import B, F, GPipe, OneFOneB, Plan, check
-from pipelab.checking import repair
+from pipelab import Action, B, F, GPipe, OneFOneB, Plan, check
+from pipelab.checking import checker, repair
 
 
 class Naive0(pipelab.Schedule):
@@ -115,3 +115,64 @@ def test_a_big_plan_is_searched_only_so_long(monkeypatch):
     assert fault.hint == "on ranks 0…30, yield all forwards before the first backward"
     actions = 2 * 32 * 512
     assert len(walked) * actions <= 2 * repair._TRIAL_ACTIONS + 5 * actions
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocked", "left", "words"),
+    [
+        ("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1", ["0B0 0F1"], 0, "yield F(1) before B(0) on rank 0"),
+        # both moves let all ranks run: the earlier action is named
+        ("0F1 0B0 0B1 0F0; 1F0 1B0 1F1 1B1", ["0B1 0F0", "1F0 1B1"], 0, "yield F(0) before B(1) on rank 0"),
+        # the moves on the first rank of the cycle help nobody
+        (
+            "0F0 0B0 0F1 0B1; 1F0 1B0 1B1 1F1; 2F0 2F1 2B0 2B1",
+            ["1B0 1F1", "2F1 2B0"],
+            0,
+            "yield B(0) before F(1) on rank 2",
+        ),
+        (
+            "0F1 0B0 0B1 0F0; 1F1 1B0 1B1 1F0; 2F0 2F1 2B1 2B0",
+            ["1B1 1F0", "2F0 2B1"],
+            0,
+            "yield F(0) after B(1) on rank 2",
+        ),
+        # none lets all ranks run: of those that leave as few stuck, the first
+        (
+            "0F1 0B0 0B1 0F0; 1F0 1B0 1F1 1B1; 2F0 2F1 2B0 2B1",
+            ["0B1 0F0", "1F0 1B1"],
+            3,
+            "yield F(0) before B(1) on rank 0",
+        ),
+        # nor may a move put an action before one of its own rank that it needs
+        (
+            "0F0 0F1 0F2 2F0 0B2 2F2 2B0 2B1 2B2 0B0 0B1 2F1; 1F0 1F1 1F2 3F0 3B0 1B2 3F1 3B1 3F2 3B2 1B0 1B1",
+            ["0B2 2B2"],
+            2,
+            "yield B(2, stage=0) after B(2, stage=2) on rank 0",
+        ),
+    ],
+)
+def test_the_one_move_is_the_first_that_leaves_the_fewest_ranks_stuck(rows, blocked, left, words):
+    trials, stuck = trials_of(rows, blocked)
+    found, move = repair._one_move(trials, stuck)
+    assert (found, move.words) == (left, words)
+    before = trials.bound.rows
+    (changed,) = [rank for rank, row in enumerate(move.rows) if row != before[rank]]
+    assert words.endswith(f"on rank {changed}")
+    assert sorted(move.rows[changed]) == sorted(before[changed])
+    assert trials.stuck(move.rows) == left
+
+
+def test_the_search_for_one_move_ends_with_its_budget(monkeypatch):
+    monkeypatch.setattr(repair, "_TRIAL_ACTIONS", 24)
+    trials, stuck = trials_of("0F1 0B0 0B1 0F0; 1F0 1B0 1F1 1B1; 2F0 2F1 2B0 2B1", ["0B1 0F0", "1F0 1B1"])
+    repair._one_move(trials, stuck)
+    assert trials.walked == 24
+
+
+def trials_of(rows, blocked):
+    """Return trials of a plan, and its blocked ranks, each given by what it is stuck at and what is wanted of it."""
+    bound = Plan.parse(rows).bound
+    pairs = [[bound.codes.code(Action.parse(word)) for word in each.split()] for each in blocked]
+    stuck = [repair.BlockedRank(bound.rank_of[pair[0]], *pair) for pair in pairs]
+    return repair._Trials(bound, (), checker._unordered(bound)[1]), stuck

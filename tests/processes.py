@@ -86,6 +86,13 @@ def run_in(
     return ended
 
 
+def run_well(ranks: int, script: str, *arguments: str, silent: bool = False, **settings: Any) -> list[Ended]:
+    """As `run_in`, and all end well; `silent` ones without a warning either."""
+    ended = run_in(ranks, script, *arguments, **settings)
+    assert all(each.code == 0 and not (silent and each.err) for each in ended), shown(ended)
+    return ended
+
+
 def launched(ranks: int, script: Path, *arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     """Run a script by `pipelab launch`; return how that ended, and what it said."""
     command = [sys.executable, "-m", "pipelab", "launch", "--ranks", str(ranks), str(script), *arguments]

@@ -64,8 +64,7 @@ def test_a_process_that_is_gone_ends_the_wait_of_the_others(said):
 @pytest.fixture(scope="module")
 def hooked():
     """What each of two processes with DistributedDataParallel said, by case."""
-    ended = processes.run_in(2, "codec_hook.py")
-    assert [each.code for each in ended] == [0, 0], processes.shown(ended)
+    ended = processes.run_well(2, "codec_hook.py")
     return [{fact["case"]: fact for fact in each.facts} for each in ended]
 
 

@@ -5,6 +5,8 @@ All on a stand-in for CUDA, which knows of every launch what must be over before
 
 from __future__ import annotations
 
+from pipes import mse
+
 import plain
 import pytest
 import torch
@@ -15,30 +17,37 @@ from pipelab import GPipe, OneFOneB, Pipeline, schedules
 from pipelab.engine.device import RankDevice
 from pipelab.errors import StageError
 
-mse = nn.functional.mse_loss
-
 
 @pytest.fixture
 def gpu(monkeypatch):
     return FakeGPU().install(monkeypatch)
 
 
-class Launches(nn.Module):
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, launch):
+        ctx.launch = launch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.launch("B")
+        return gradient, None
+
+
+class Launches(nn.Linear):
     """A stage whose forwards and backwards are launches, named as actions are."""
 
     def __init__(self, gpu, stage):
-        super().__init__()
-        self.gpu, self.stage = gpu, stage
-        self.linear = nn.Linear(6, 6)
-        self.done = {"F": 0, "B": 0}
-        self.step = 0
-        self.fails = False
+        super().__init__(6, 6)
+        self.gpu, self.stage, self.step, self.fails = gpu, stage, -1, False
+        self.next_step()
 
     def forward(self, x):
         self.launch("F")
         if self.fails:
             raise ValueError("no")
-        return Backward.apply(self.linear(x), self)
+        return Backward.apply(super().forward(x), self.launch)
 
     def launch(self, kind):
         self.gpu.launch((self.step, f"{self.stage}{kind}{self.done[kind]}"))
@@ -49,16 +58,10 @@ class Launches(nn.Module):
         self.done = {"F": 0, "B": 0}
 
 
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, stage):
-        ctx.stage = stage
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.stage.launch("B")
-        return gradient, None
+def piped(gpu, schedule, devices=None):
+    """Return a pipeline of such stages, and its model."""
+    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(schedule.ranks)))
+    return Pipeline(model, schedule, mse, devices=devices or ["cuda:0"] * schedule.ranks), model
 
 
 def actions(plan, step=0):
@@ -68,8 +71,8 @@ def actions(plan, step=0):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "delayed"])
 def test_every_action_comes_after_what_it_needs_and_within_the_callers_order(gpu, name):
     plan = schedules[name](3, 4).plan()
-    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(3)))
-    with Pipeline(model, plan, mse, devices=["cuda:0"] * 3) as pipe:
+    pipe, model = piped(gpu, plan)
+    with pipe:
         for step in range(3):
             gpu.launch(("the batch is written", step))
             waited = gpu.waits
@@ -86,15 +89,13 @@ def test_every_action_comes_after_what_it_needs_and_within_the_callers_order(gpu
 
 
 def test_ranks_run_on_streams_of_their_own(gpu):
-    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
-    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe:
+    with piped(gpu, GPipe(2, 2))[0] as pipe:
         pipe.step(*plain.batch(4))
     assert (0, "0F1") not in gpu.before[0, "1F0"]  # the second rank does not wait for what it does not need
 
 
 def test_the_callers_stream_need_not_be_the_default_one(gpu):
-    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
-    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe, torch.cuda.stream(torch.cuda.Stream()):
+    with piped(gpu, GPipe(2, 2))[0] as pipe, torch.cuda.stream(torch.cuda.Stream()):
         gpu.launch("before")
         pipe.step(*plain.batch(4))
         gpu.launch("after")
@@ -103,20 +104,18 @@ def test_the_callers_stream_need_not_be_the_default_one(gpu):
 
 
 def test_after_a_failed_step_too_the_callers_work_comes_behind_what_was_launched(gpu):
-    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
-    with Pipeline(model, GPipe(2, 2), mse, devices=["cuda:0"] * 2) as pipe:
-        model[1].fails = True
-        with pytest.raises(StageError):
-            pipe.step(*plain.batch(4))
-        gpu.launch("zero_grad")
+    pipe, model = piped(gpu, GPipe(2, 2))
+    model[1].fails = True
+    with pipe, pytest.raises(StageError):
+        pipe.step(*plain.batch(4))
+    gpu.launch("zero_grad")
     assert {(0, "0F0"), (0, "1F0")} <= gpu.before["zero_grad"]
 
 
 def test_a_rank_runs_on_the_stream_that_its_device_names(gpu):
     streams = [torch.cuda.Stream() for _ in range(2)]
-    model = nn.Sequential(*(Launches(gpu, stage) for stage in range(2)))
     devices = [RankDevice(torch.device("cuda", 0), f"{rank + 1} of 2", stream) for rank, stream in enumerate(streams)]
-    with Pipeline(model, GPipe(2, 2), mse, devices=devices) as pipe:
+    with piped(gpu, GPipe(2, 2), devices)[0] as pipe:
         pipe.step(*plain.batch(4))
     for rank, stream in enumerate(streams):
         assert {each for each in actions(pipe.plan) if each[1][0] == str(rank)} <= stream.over

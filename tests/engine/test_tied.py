@@ -158,8 +158,7 @@ def test_hooks_run_and_those_that_need_the_whole_gradient_are_refused():
     ("ranks", "hows"), [(2, ["1f1b", "zbv", "traced"]), (3, ["interleaved-1f1b"]), (4, ["replicated"])]
 )
 def test_processes_that_hold_a_tied_weight_add_it_up(ranks, hows):
-    ended = processes.run_in(ranks, "tied.py", *hows)
-    assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)
+    ended = processes.run_well(ranks, "tied.py", *hows)
     for how, facts in zip(hows, zip(*(each.facts for each in ended), strict=True), strict=True):
         for fact in facts:
             assert fact["how"] == how

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from pipes import stepped, verified
 
+import plain
 import pytest
 import torch
 from torch import nn
@@ -32,53 +34,39 @@ def made(ranks):
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(ranks)))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 8), (3, 10)])
-def test_2bw_trains_as_gradient_descent_with_gradients_one_step_late_bit_for_bit(ranks, microbatches):
-    model, plain = made(ranks), made(ranks)
-    x, y = torch.randn(2 * microbatches, 4), torch.randn(2 * microbatches, 4)
-    optimizer = partial(torch.optim.SGD, lr=0.5)
-    with pipelab.Pipeline(model, pipelab.TwoBW(ranks, microbatches), nn.MSELoss(), optimizer=optimizer) as pipe:
-        pipe.step(x, y)
-    expected = delayed(plain, x, y, microbatches, ranks, late=1, rate=0.5)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), expected, strict=True))
+FLUSHED = pipelab.Plan([[*row, pipelab.U(3, stage)] for stage, row in enumerate(pipelab.GPipe(2, 4).plan().rows)])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "group", "late"),
+    [(pipelab.TwoBW(1, 4), 1, 1), (pipelab.TwoBW(2, 8), 2, 1), (pipelab.TwoBW(3, 10), 3, 1), (FLUSHED, 4, 0)],
+)
+def test_updates_train_as_gradient_descent_with_gradients_so_late_bit_for_bit(schedule, group, late):
+    plan = schedule.plan() if hasattr(schedule, "plan") else schedule
+    model, plainly, (x, y) = made(plan.ranks), made(plan.ranks), plain.batch(2 * plan.microbatches, 4)
+    stepped(model, plan, (x, y), optimizer=partial(torch.optim.SGD, lr=0.5))
+    expected = delayed(plainly, x, y, plan.microbatches, group, late, rate=0.5)
+    assert all(map(torch.equal, model.parameters(), expected))
     assert all(each.grad is None for each in model.parameters())
 
 
 def test_pipedreams_last_stage_is_not_stale_and_its_first_is():
-    ranks, microbatches = 2, 6
-    model = made(ranks)
-    x, y = torch.randn(12, 4), torch.randn(12, 4)
-    seen = []
-    model[1].register_forward_pre_hook(lambda part, _: seen.append(part[0].weight.detach().clone()))
-    first = []
-    model[0].register_forward_pre_hook(lambda part, _: first.append(part[0].weight.detach().clone()))
-    optimizer = partial(torch.optim.SGD, lr=0.5)
-    with pipelab.Pipeline(model, pipelab.PipeDream(ranks, microbatches), nn.MSELoss(), optimizer=optimizer) as pipe:
-        pipe.step(x, y)
-    assert all(not torch.equal(one, other) for one, other in pairwise(seen))
+    model, seen = made(2), ([], [])
+    for stage, weights in zip(model, seen, strict=True):
+        stage.register_forward_pre_hook(lambda part, _, kept=weights: kept.append(part[0].weight.detach().clone()))
+    stepped(model, pipelab.PipeDream(2, 6), plain.batch(12, 4), optimizer=partial(torch.optim.SGD, lr=0.5))
+    first, last = seen
+    assert all(not torch.equal(one, other) for one, other in pairwise(last))
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
 
 
-def test_without_an_optimizer_updates_change_nothing_and_verify_freezes_them():
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.SGD, lr=0.5)])
+def test_without_an_optimizer_updates_change_nothing_and_verify_freezes_them(optimizer):
     model = made(2)
     before = [each.detach().clone() for each in model.parameters()]
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    for optimizer in (None, partial(torch.optim.SGD, lr=0.5)):
-        with pipelab.Pipeline(model, pipelab.PipeDream(2, 4), nn.MSELoss(), optimizer=optimizer) as pipe:
-            assert pipe.verify(x, y).exact
-        assert all(torch.equal(each, other) for each, other in zip(model.parameters(), before, strict=True))
-
-
-def test_gpipe_with_a_flush_is_an_update_at_the_end():
-    rows = [[*row, pipelab.U(3, stage)] for stage, row in enumerate(pipelab.GPipe(2, 4).plan().rows)]
-    model, plain = made(2), made(2)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    optimizer = partial(torch.optim.SGD, lr=0.5)
-    with pipelab.Pipeline(model, pipelab.Plan(rows), nn.MSELoss(), optimizer=optimizer) as pipe:
-        pipe.step(x, y)
-    expected = delayed(plain, x, y, 4, 4, late=0, rate=0.5)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), expected, strict=True))
+    assert verified(model, pipelab.PipeDream(2, 4), plain.batch(8, 4), optimizer=optimizer).exact
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_processes_do_not_run_updates():

@@ -144,8 +144,7 @@ def test_a_compiled_stage_on_several_ranks_is_refused_in_threads():
 
 @pytest.mark.dist
 def test_processes_train_compiled_stages_under_the_models_names():
-    ended = processes.run_in(2, "compiled.py")
-    assert [each.code for each in ended] == [0] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "compiled.py")
     for each in ended:
         for fact in each.facts:
             assert fact["equal"], fact

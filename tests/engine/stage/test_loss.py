@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipes import mse, refused, stepped, verified
+
 import plain
 import pytest
 import torch
@@ -9,8 +11,6 @@ from torch import nn
 
 from pipelab import OneFOneB, Pipeline
 from pipelab.errors import LossError, StageError
-
-mse = nn.functional.mse_loss
 
 CLASSES = 3
 WEIGHT = torch.tensor([1.0, 2.0, 4.0])
@@ -34,18 +34,32 @@ def assert_right(loss, x, target, **options):
         assert pipe.verify(x, target).whole_batch_difference < 1e-5
 
 
-@pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), nn.functional.cross_entropy, nn.NLLLoss()], ids=["CE", "function", "NLL"]
+def counted(target):
+    return (target != -100).sum()
+
+
+OF_KEPT = r"weight\[target\[target != -100\]\]\.sum\(\)\)"
+LEFT_OUT = (
+    r"ignores targets that are -100 .* micro-batches have 2, 3, 4: "
+    r"reduction='mean'.*\n  try: Pipeline\(\.\.\., reduction=lambda target: \(target != -100\)\.sum\(\)\)"
 )
-def test_targets_that_are_left_out_of_some_micro_batches_are_told_with_what_to_write(loss):
-    x, target = data(0, 1, 5)
-    told = (
-        r"ignores targets that are -100 .* micro-batches have 2, 3, 4: "
-        r"reduction='mean'.*\n  try: Pipeline\(\.\.\., reduction=lambda target: \(target != -100\)\.sum\(\)\)"
-    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored", "told", "reduction"),
+    [
+        (nn.CrossEntropyLoss(), (0, 1, 5), LEFT_OUT, counted),
+        (nn.functional.cross_entropy, (0, 1, 5), LEFT_OUT, counted),
+        (nn.NLLLoss(), (0, 1, 5), LEFT_OUT, counted),
+        (nn.CrossEntropyLoss(weight=WEIGHT), (), OF_KEPT, lambda target: WEIGHT[target].sum()),
+        (nn.CrossEntropyLoss(weight=WEIGHT), (0, 1, 5), OF_KEPT, lambda target: WEIGHT[target[target != -100]].sum()),
+    ],
+)
+def test_weights_and_targets_left_out_are_told_with_what_to_write(loss, ignored, told, reduction):
+    x, target = data(*ignored)
     with pipeline(loss) as pipe, pytest.raises(LossError, match=told):
         pipe.step(x, target)
-    assert_right(loss, x, target, reduction=lambda target: (target != -100).sum())
+    assert_right(loss, x, target, reduction=reduction)
 
 
 def test_a_loss_of_ones_own_that_may_leave_targets_out_is_warned_of():
@@ -57,35 +71,17 @@ def test_a_loss_of_ones_own_that_may_leave_targets_out_is_warned_of():
     with pipeline(own) as pipe, pytest.warns(UserWarning, match=told) as warned:
         pipe.step(x, target)
     assert [each.filename for each in warned] == [__file__]  # one warning is enough
-    assert_right(own, x, target, reduction=lambda target: (target != -100).sum())
+    assert_right(own, x, target, reduction=counted)
     assert_right(own, *data(0, 4, 8))  # as many of each
     with pipeline(own, reduction=len) as pipe:  # it is meant
         pipe.step(x, target)
 
 
-def test_as_many_left_out_of_each_micro_batch_harm_nothing():
+def test_as_many_left_out_of_each_micro_batch_and_targets_of_one_class_harm_nothing():
     assert_right(nn.CrossEntropyLoss(), *data(0, 4, 8))
     assert_right(nn.CrossEntropyLoss(ignore_index=7), *data())
-
-
-def test_weights_of_classes_are_told_with_what_to_write():
     x, target = data()
-    loss = nn.CrossEntropyLoss(weight=WEIGHT)
-    with (
-        pipeline(loss) as pipe,
-        pytest.raises(LossError, match=r"lambda target: weight\[target\[target != -100\]\]"),
-    ):
-        pipe.step(x, target)
-    assert_right(loss, x, target, reduction=lambda target: WEIGHT[target].sum())
-    assert_right(loss, x, torch.zeros_like(target))
-
-
-def test_weights_and_targets_left_out_are_told_with_what_to_write():
-    x, target = data(0, 1, 5)
-    loss = nn.CrossEntropyLoss(weight=WEIGHT)
-    with pipeline(loss) as pipe, pytest.raises(LossError, match=r"weight\[target\[target != -100\]\]\.sum\(\)\)"):
-        pipe.step(x, target)
-    assert_right(loss, x, target, reduction=lambda target: WEIGHT[target[target != -100]].sum())
+    assert_right(nn.CrossEntropyLoss(weight=WEIGHT), x, torch.zeros_like(target))
 
 
 def test_a_loss_with_a_forward_of_its_own_is_not_judged_by_its_base():
@@ -161,25 +157,19 @@ def test_the_first_step_warns_if_a_loss_of_ones_own_does_not_average_over_rows(l
     ids=["dict", "tuple"],
 )
 def test_a_loss_with_extra_values_is_refused_with_the_line_to_write(answer, part):
-    pipe = Pipeline(plain.mlp(2), OneFOneB(2, 4), lambda output, target: answer(mse(output, target)))
-    with pipe, pytest.raises(StageError, match=rf"(?s)the loss function returned.*your_loss\(output, target\){part}"):
-        pipe.step(*plain.batch(8))
+    told = rf"(?s)the loss function returned.*your_loss\(output, target\){part}"
+    refused(told, plain.mlp(2), OneFOneB(2, 4), loss=lambda output, target: answer(mse(output, target)))
 
 
 def test_an_auxiliary_loss_travels_with_the_values_of_the_stages():
-    class Balanced(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, given):
-            value, extra = given if isinstance(given, tuple) else (given, 0.0)
-            value = self.layer(value)
-            return value, extra + value.pow(2).mean()
+    def balances(self, given):
+        value, extra = given if isinstance(given, tuple) else (given, 0.0)
+        value = self.layer(value)
+        return value, extra + value.pow(2).mean()
 
     def loss(output, target):
         return mse(output[0], target) + 0.01 * output[1]
 
-    with Pipeline([Balanced(), Balanced()], OneFOneB(2, 4), loss) as pipe:
-        assert pipe.verify(*plain.batch(8)).exact
-        pipe.step(*plain.batch(8))
+    stages = [plain.Made(balances, layer=nn.Linear(6, 6)) for _ in range(2)]
+    assert verified(stages, OneFOneB(2, 4), loss=loss).exact
+    stepped(stages, OneFOneB(2, 4), loss=loss)

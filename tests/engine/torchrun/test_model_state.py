@@ -9,8 +9,7 @@ pytestmark = pytest.mark.dist
 
 
 def test_processes_with_other_weights_are_told_before_the_first_step():
-    ended = processes.run_in(2, "other_weights.py")
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "other_weights.py", silent=True)
     (first,), (second,) = (each.facts for each in ended)
     warned = {case: told for case, told in first.items() if told}
     assert set(warned) == {"seed", "loaded once", "trained on", "gathered"}
@@ -21,6 +20,5 @@ def test_processes_with_other_weights_are_told_before_the_first_step():
 
 def test_no_process_has_its_pipeline_before_all_are_connected():
     """Else it may close it at once, and the connection is lost in which the other process still waits."""
-    ended = processes.run_in(2, "late_connection.py")
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "late_connection.py", silent=True)
     assert min(each.facts[0]["seconds"] for each in ended) > 0.5

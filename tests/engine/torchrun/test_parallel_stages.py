@@ -21,8 +21,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def said():
     """What each of four processes said, by case."""
-    ended = processes.run_in(4, "parallel_stages.py", *CASES)
-    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
+    ended = processes.run_well(4, "parallel_stages.py", *CASES)
     return {case: [next(fact for fact in each.facts if fact["case"] == case) for each in ended] for case in CASES}
 
 
@@ -50,8 +49,7 @@ def test_stages_spread_over_processes_train_as_one_process_does(said, case):
 
 
 def test_two_stages_two_replicas_and_two_shards_on_eight_processes_train_as_one_does():
-    ended = processes.run_in(8, "eight.py", seconds=180)
-    assert [each.code for each in ended] == [0] * 8, processes.shown(ended)
+    ended = processes.run_well(8, "eight.py", seconds=180)
     facts = [each.facts[0] for each in ended]
     assert all(fact["names"] == facts[4 * (rank // 4)]["names"] for rank, fact in enumerate(facts))
     assert len({*facts[0]["names"], *facts[4]["names"]}) == 24  # each process saves its own stage's
@@ -66,8 +64,7 @@ def test_two_stages_two_replicas_and_two_shards_on_eight_processes_train_as_one_
 
 def test_a_plan_says_when_the_weights_of_fsdp2_are_gathered_and_freed():
     """Bit-equal to FSDP2's own hooks, with no gather but the plan's, each in the trace before the stage's actions."""
-    ended = processes.run_in(2, "own_gathers.py", "1")
-    assert [each.code for each in ended] == [0] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "own_gathers.py", "1")
     for each in ended:
         (facts,) = each.facts
         traces = {name: Trace.from_dict(fact["trace"]) for name, fact in facts.items()}
@@ -84,8 +81,7 @@ def test_a_plan_says_when_the_weights_of_fsdp2_are_gathered_and_freed():
 
 
 def test_the_script_of_the_documentation_trains_on_a_mesh(folder):
-    ended = processes.run_in(4, str(processes.ROOT / "docs" / "train_2d.py"))
-    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
+    ended = processes.run_well(4, str(processes.ROOT / "docs" / "train_2d.py"))
     assert [each.out.startswith("loss ") for each in ended] == [True, False, False, False]
     assert (folder / "model.pt").exists()
 

@@ -22,8 +22,7 @@ def test_an_exported_plan_runs_in_plain_pytorch_with_the_gradients_of_plain_trai
         assert pipelab.Plan.from_csv(path) == plan
     assert "OVERLAP_F_B" in (tmp_path / "2.csv").read_text()
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    ended = processes.run_in(2, "plain_pytorch.py", json.dumps(cases), env=env)
-    assert [each.code for each in ended] == [0, 0], processes.shown(ended)
+    ended = processes.run_well(2, "plain_pytorch.py", json.dumps(cases), env=env)
     for each in ended:
         assert [fact["equal"] for fact in each.facts] == [True] * 3
         for fact in each.facts:

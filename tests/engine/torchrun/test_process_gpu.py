@@ -10,8 +10,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.gpu]
 
 
 def said(ranks):
-    ended = processes.run_in(ranks, "on_gpus.py", env=processes.environment(LOCAL_WORLD_SIZE=str(ranks)))
-    assert [each.code for each in ended] == [0] * ranks, processes.shown(ended)
+    ended = processes.run_well(ranks, "on_gpus.py", env=processes.environment(LOCAL_WORLD_SIZE=str(ranks)))
     facts = [each.facts[-1] for each in ended]
     for fact in facts:
         assert fact["difference"] < 1e-5

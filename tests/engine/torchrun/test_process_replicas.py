@@ -13,8 +13,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def said():
     """What each of two processes said."""
-    ended = processes.run_in(2, "replicas.py", fresh=True)
-    assert [each.code for each in ended] == [0, 0], processes.shown(ended)
+    ended = processes.run_well(2, "replicas.py", fresh=True)
     return [fact for each in ended for fact in each.facts]
 
 
@@ -50,8 +49,7 @@ def test_a_pipeline_works_after_the_process_group_was_destroyed(said):
 @pytest.fixture(scope="module")
 def hybrids():
     """What each of six processes said: 3 stages x 2 replicas, 2 stages x 3 replicas, emulated all-reduces."""
-    ended = processes.run_in(6, "hybrids.py")
-    assert [each.code for each in ended] == [0] * 6, processes.shown(ended)
+    ended = processes.run_well(6, "hybrids.py")
     return [each.facts for each in ended]
 
 
@@ -78,8 +76,7 @@ def test_a_hook_that_would_see_a_part_of_the_gradient_is_refused(said):
 
 
 def test_all_reduces_beside_computing_give_the_same_bits_and_are_moves_of_the_trace():
-    ended = processes.run_in(2, "reduces_beside.py")
-    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "reduces_beside.py", silent=True)
     first, second = (each.facts[0] for each in ended)
     assert first["beside"]["gradients"] == second["beside"]["gradients"]
     for fact in (first, second):

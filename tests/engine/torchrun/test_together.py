@@ -28,9 +28,7 @@ SITUATIONS = [
 @pytest.fixture(scope="module")
 def said():
     """What each of four processes said, by case."""
-    ended = processes.run_in(4, "in_turn.py", *(f"together/{name}.py" for name in SITUATIONS))
-    assert [each.code for each in ended] == [0] * 4, processes.shown(ended)
-    assert [each.err for each in ended] == [""] * 4  # no warning either
+    ended = processes.run_well(4, "in_turn.py", *(f"together/{name}.py" for name in SITUATIONS), silent=True)
     return lambda case: [[fact for fact in each.facts if fact["case"] == case] for each in ended]
 
 
@@ -211,8 +209,7 @@ OWN_DATA = {
 @pytest.fixture(scope="module")
 def said_by_two():
     """What each of two processes said, by case."""
-    ended = processes.run_in(2, "in_turn.py", "together/own_data.py")
-    assert [each.code for each in ended] == [0] * 2, processes.shown(ended)
+    ended = processes.run_well(2, "in_turn.py", "together/own_data.py")
     return lambda case: [[fact for fact in each.facts if fact["case"] == case] for each in ended]
 
 

@@ -108,8 +108,7 @@ if TYPE_CHECKING:
     from pipelab.simulation.bounds import lower_bound
     from pipelab.simulation.clock import simulate
     from pipelab.simulation.comparison import Comparison, compare
-    from pipelab.simulation.cost import Cost
-    from pipelab.simulation.links import Links, all_reduce_time
+    from pipelab.simulation.cost import Cost, Links, all_reduce_time
     from pipelab.simulation.memory import MemoryUse, memory_use
     from pipelab.simulation.optimum import optimum
     from pipelab.simulation.what_if import what_if

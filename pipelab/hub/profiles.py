@@ -17,7 +17,7 @@ from statistics import median_low
 from typing import Any, NamedTuple, TypeVar
 
 from pipelab.errors import FormatError, UsageError
-from pipelab.plan.actions import Action, Item, Kind, Pair
+from pipelab.plan.actions import Action, Kind, Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
 from pipelab.trace.reading import plan_of, read_json, read_saved, time_of
@@ -145,13 +145,6 @@ class Times(NamedTuple):
 # What a file holds
 
 
-def base_of(path: str, data: Mapping[str, Any]) -> float:
-    """Return from when a file's times count, in nanoseconds: a whole number, which is exact."""
-    base: float = data.get("baseTimeNanoseconds", 0)
-    time_of(base, f"{path}: 'baseTimeNanoseconds'")
-    return base
-
-
 def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
     """Read one rank's events."""
     spans: dict[str, list[Span]] = defaultdict(list)
@@ -227,12 +220,6 @@ def _events(path: str, events: Any, ahead: float) -> Iterator[_Event]:
             yield _Event(what, span, launches, called, str(args.get("stream", event.get("tid"))))
 
 
-def _ran(file: File) -> Iterator[Ran]:
-    """Return what one rank ran, in order; of a schedule that names no stages, all on stage 0."""
-    shows = _labelled if file.spans["label"] else _numbered if file.spans["single"] else _counted
-    return shows(file)
-
-
 def _labelled(file: File) -> Iterator[Ran]:
     """Yield what PyTorch's runtime labelled."""
     arrived: dict[tuple[str, int | None, int | None], float | None] = {}
@@ -298,9 +285,10 @@ def _actions(step: Iterable[Ran]) -> list[Action]:
 
 def whole_steps(file: File) -> list[list[Ran]]:
     """Return the steps of one rank that the profiler saw from their first action to their last."""
+    shows = _labelled if file.spans["label"] else _numbered if file.spans["single"] else _counted
     steps: list[list[Ran]] = [[]]
     begun: set[tuple[int | None, int | None]] = set()
-    for ran in _ran(file):
+    for ran in shows(file):
         step = steps[-1]
         if not set(_actions(step)).isdisjoint(ran.actions):
             steps.append(step := [])
@@ -340,7 +328,8 @@ def _read(files: Iterable[tuple[str, Any]]) -> Iterator[File]:
     for path, data in files:
         if not _is_profile(data):
             raise FormatError(f"{path} is not a profile, which has 'traceEvents': of saved traces, only one is read")
-        base = base_of(path, data)
+        base: float = data.get("baseTimeNanoseconds", 0)  # a whole number, which is exact
+        time_of(base, f"{path}: 'baseTimeNanoseconds'")
         origin = base if origin is None else origin
         file = read_file(path, data, (base - origin) / 1e3)
         file.steps = whole_steps(file)
@@ -366,7 +355,8 @@ def _trace(files: Sequence[File], number: int, name: str) -> Trace:
     chosen = [each.steps[number] for each in files]
     stages, microbatches = _sizes(files, chosen)
     try:
-        plan = plan_of([[_item(ran.actions) for ran in row] for row in chosen], stages, microbatches, name)
+        items = [[Pair(*ran.actions) if len(ran.actions) > 1 else ran.actions[0] for ran in row] for row in chosen]
+        plan = plan_of(items, stages, microbatches, name)
     except FormatError as error:
         raise FormatError(f"{name}: what ran in step {number} is not a whole step of a pipeline: {error}") from error
     times = [_without_overlaps(row) for row in chosen]
@@ -451,10 +441,6 @@ def _median(files: Sequence[File]) -> int:
     steps = zip(*(each.steps for each in files), strict=True)
     lengths = [max(row[-1].end - row[0].start for row in rows) for rows in steps]
     return lengths.index(median_low(lengths))
-
-
-def _item(actions: tuple[Action, ...]) -> Item:
-    return Pair(*actions) if len(actions) > 1 else actions[0]
 
 
 # Times

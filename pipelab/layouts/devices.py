@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from pipelab.errors import UsageError
-from pipelab.simulation.links import Link, all_reduce_time
+from pipelab.simulation.cost import Link, all_reduce_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation.bounds import lower_bound
 from pipelab.simulation.clock import first_replica, simulate
-from pipelab.simulation.cost import Cost
-from pipelab.simulation.links import Links
+from pipelab.simulation.cost import Cost, Links
 from pipelab.simulation.memory import MemoryUse, memory_use
 from pipelab.trace.trace import Trace
 

@@ -2,8 +2,7 @@
 
 - `clock`: `simulate`: a plan's times, if actions and transfers took so long
 - `wire`: the same, with sends and receives that wait in queues; `lower`
-- `cost`: `Cost`: how long actions and transfers take
-- `links`: `Links` between ranks; `all_reduce_time`
+- `cost`: `Cost`: how long actions and transfers take; `Links` between ranks; `all_reduce_time`
 - `fitting`: a cost from a trace
 - `what_if`: `what_if`: what one rank's delay costs
 - `bounds`: `lower_bound`: a time that no order can undercut

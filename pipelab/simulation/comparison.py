@@ -141,7 +141,7 @@ def compare(
         )
     traces = tuple(_trace_of(subject, cost, order, transport) for subject in subjects)
     if names is None:
-        names = [_default_name(trace) for trace in traces]
+        names = [", ".join(filter(None, (trace.name, trace.source, trace.note))) for trace in traces]
     if len(names) != len(traces):
         raise UsageError(f"compare got {len(names)} names for {len(traces)} traces")
     bounds: tuple[float, ...] = ()
@@ -160,10 +160,6 @@ def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Or
         f"compare takes traces, plans and schedules, one by one, got {shorten(subject)}"
         + (": take its trace" if hasattr(subject, "trace") else "")
     )
-
-
-def _default_name(trace: Trace) -> str:
-    return ", ".join(part for part in (trace.name, trace.source, trace.note) if part)
 
 
 def _row(trace: Trace, name: str, bound: float | None) -> Row:

@@ -52,14 +52,8 @@ class Transfer:
 
 
 def union(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Return the length of the union of spans, sorted by their starts: overlaps count once.
-
-    Example:
-        >>> union([0, 1, 6], [4, 5, 7])
-        6.0
-    """
-    busy = 0.0
-    free = float("-inf")
+    """Return the length of the union of spans, sorted by their starts: overlaps count once."""
+    busy, free = 0.0, float("-inf")
     for start, end in zip(starts, ends, strict=True):
         if start >= free:
             busy += end - start

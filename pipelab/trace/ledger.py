@@ -65,16 +65,7 @@ class Idle:
 
 
 def idle_times(trace: Trace) -> tuple[Idle, ...]:
-    """Return every idle time, rank by rank, in order. Their sum is the ranks' makespans without their busy times.
-
-    Example:
-        >>> import pipelab
-        >>> for idle in idle_times(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))):
-        ...     print(idle.rank, idle.start, idle.end, idle.reason, idle.needer, idle.giver)
-        0 1.0 4.0 dependency 0B0 1B0
-        1 0.0 1.0 fill 1F0 0F0
-        1 4.0 6.0 drain None None
-    """
+    """Return every idle time, rank by rank, in order. Their sum is the ranks' makespans without their busy times."""
     found = Waits(trace)
     return tuple(idle for rank in range(trace.ranks) for idle in _of_rank(trace, found, rank))
 

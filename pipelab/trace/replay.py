@@ -39,13 +39,7 @@ Name = tuple[Kind, int, int, int, int]
 
 
 def listed(trace: Trace) -> dict[Name, Ran]:
-    """Return all actions of a trace, each all-reduce once for each of its ranks, and each move.
-
-    Example:
-        >>> import pipelab
-        >>> list(listed(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1))).values())[0]
-        Ran(rank=0, code=0, start=0.0, end=1.0)
-    """
+    """Return all actions of a trace, each all-reduce once for each of its ranks, and each move."""
     bound, codes = trace.plan.bound, trace.plan.bound.codes
     found: dict[Name, Ran] = {}
     for rank in range(trace.ranks):

@@ -86,15 +86,7 @@ def travelled(
 
 
 def waits(trace: Trace) -> list[list[Wait | None]]:
-    """Return, for each rank and each of its actions, what it waited for; `None` if it waited for its own rank.
-
-    Example:
-        >>> import pipelab
-        >>> trace = pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))
-        >>> action = trace.plan.bound.codes.action
-        >>> [[wait and (action(wait.giver), wait.there) for wait in row] for row in waits(trace)]
-        [[None, (1B0, 4.0)], [(0F0, 1.0), None]]
-    """
+    """Return, for each rank and each of its actions, what it waited for; `None` if it waited for its own rank."""
     found = Waits(trace)
     return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
 

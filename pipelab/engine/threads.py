@@ -41,7 +41,7 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, Engine, RankState, Settings, StepState, describe, run_action
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.checkpoint_rng import Generators, watched
+from pipelab.engine.stage.checkpoint_rng import Generators
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners, accumulate
@@ -82,8 +82,8 @@ class ThreadsEngine(Engine):
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
-        self._generators = Generators(on, recomputed="C" in plan.bound.kinds)
-        first = watched(self.runners.of, on, self._generators)
+        self._generators = Generators(self.runners.of, on)
+        first = self._generators.watched
         self._rows = instructions(plan.bound, self.runners.of, first, self.streams, backward=True)
         self._forward_rows = instructions(plan.bound, self.runners.of, {}, self.streams, backward=False)
         self.intra_op_threads = settings.intra_op_threads or max(1, torch.get_num_threads() // plan.ranks)

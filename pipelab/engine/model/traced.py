@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 
 from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import in_short, layer_of
-from pipelab.engine.stage.pytree import Spec, map_leaves, map_tensors, opened, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.pytree import Spec, map_tensors, opened, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
 from pipelab.errors import BatchError, SplitError
@@ -407,16 +407,10 @@ def require_like(example: Any, given: Any) -> None:
 
 
 def _other_constant(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor))
-    return bool(one != other)
+    tensors = [isinstance(each, torch.Tensor) for each in (one, other)]
+    return not all(tensors) if any(tensors) else bool(one != other)
 
 
 def _described(given: Any) -> str:
-    """Return a batch in words, sizes left out: `{'ids': tensor, 'cache': False}`."""
-    return str(map_leaves(torch.Tensor, lambda _: _Word("tensor"), given))
-
-
-class _Word(str):
-    __slots__ = ()
-    __repr__ = str.__str__
+    """Return a batch in words, sizes left out: `{'ids': 'tensor', 'cache': False}`."""
+    return str(map_tensors(lambda _: "tensor", given))

@@ -69,16 +69,19 @@ def make(module: nn.Module, model: nn.Module, named: nn.Module, seed: int) -> No
         for tensor in filled:
             _swap(tensor, _like(tensor))
         for part in reversed(list(model.modules())):  # a layer after what it holds, as when it was written
-            reset = _reset(part)
-            if reset and any(each in filled for each in _tensors(part, recurse=False)):
+            own = [(each, each._version) for each in _tensors(part, recurse=False) if each in filled]  # noqa: SLF001
+            if own and (reset := _reset(part)):
                 _seed(seed, names[part])
-                before = [(each, each._version) for each in _tensors(part, recurse=False) if each in filled]  # noqa: SLF001
                 reset()
-                if any(each._version == version for each, version in before):  # noqa: SLF001
-                    raise SplitError(
-                        f"reset_parameters() of layer {names[part]!r}, {type(part).__name__}, leaves a parameter or a "
-                        "buffer without numbers\n  try: fill all of them there; or pass a function for each layer"
-                    )
+                _require_filled(own, f"layer {names[part]!r}, {type(part).__name__}")
+
+
+def _require_filled(tensors: Iterable[tuple[torch.Tensor, int]], layer: str) -> None:
+    if any(each._version == version for each, version in tensors):  # noqa: SLF001
+        raise SplitError(
+            f"reset_parameters() of {layer}, leaves a parameter or a buffer without numbers\n"
+            "  try: fill all of them there; or pass a function for each layer"
+        )
 
 
 @contextmanager

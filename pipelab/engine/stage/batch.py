@@ -142,7 +142,7 @@ class Cut:
             return rows
         found: dict[int, Any] = {}
         for each, slices in zip(rows, self.sequences, strict=True):
-            (length,) = {tensor.shape[self.dim] for tensor in tensors_of(each)} if tensors_of(each) else {0}
+            (length,) = {tensor.shape[self.dim] for tensor in tensors_of(each)}
             if length % len(slices):
                 raise BatchError(
                     f"dimension {self.dim} of {what} has {length} tokens, not a multiple of {len(slices)} slices"

@@ -29,17 +29,6 @@ from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
 
 
-def watched(
-    runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device], generators: Generators
-) -> dict[tuple[int, int], _WatchedStage]:
-    """Return, by stage and rank, what runs `C`, and a step's first backwards where ranks share a random generator."""
-    refused = {
-        place: _shared(devices, place[1]) | ({torch.device("cpu"), devices[place[1]]} if runner.recomputed else set())
-        for place, runner in runners.items()
-    }
-    return {place: _WatchedStage(runners[place], each, generators) for place, each in refused.items() if each}
-
-
 def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
     """Return the devices whose generators a rank shares with others: the processor, and perhaps its own."""
     shared = {torch.device("cpu")} if len(devices) > 1 else set()
@@ -47,12 +36,19 @@ def _shared(devices: Sequence[torch.device], rank: int) -> set[torch.device]:
 
 
 class Generators:
-    """The random generators that several ranks share."""
+    """The random generators that ranks share, or that a `C` would draw from.
 
-    def __init__(self, devices: Sequence[torch.device], recomputed: bool = False) -> None:
-        """Find out which they are; `devices` are what each rank runs on. If there is a `C`, each one counts."""
-        own = {torch.device("cpu"), *devices} if recomputed else set()
-        self._devices = list(own.union(*(_shared(devices, rank) for rank in range(len(devices)))))
+    `watched` has, by stage and rank, what runs each `C`, and a step's first backwards where a generator is shared.
+    """
+
+    def __init__(self, runners: Mapping[tuple[int, int], Stage], devices: Sequence[torch.device]) -> None:
+        """Find out which they are; `devices` are what each rank runs on."""
+        self.watched: dict[tuple[int, int], _WatchedStage] = {}
+        for (stage, rank), runner in runners.items():
+            refused = {torch.device("cpu"), devices[rank]} if runner.recomputed else _shared(devices, rank)
+            if refused:
+                self.watched[stage, rank] = _WatchedStage(runner, refused, self)
+        self._devices = set[torch.device]().union(*(each.refused for each in self.watched.values()))
         self._before: list[bytes] = []
         self._moved = False
         # PyTorch notes for the process whether a thread runs under a mode: for ever, if two came and went crosswise.
@@ -94,11 +90,11 @@ _IN_C = (
 class _WatchedStage:
     """Runs each `C`, and a step's first micro-batch, and refuses random numbers there or under a checkpoint."""
 
-    __slots__ = ("_generators", "_refused", "_refuses", "_stage")
+    __slots__ = ("_generators", "_refuses", "_stage", "refused")
 
     def __init__(self, stage: Stage, refused: set[torch.device], generators: Generators) -> None:
         self._stage = stage
-        self._refused = refused
+        self.refused = refused
         self._generators = generators
         self._refuses = False
 
@@ -136,7 +132,7 @@ class _WatchedStage:
     def _run(self, act: Callable[..., Any], *given: Any, where: str = _UNDER_A_CHECKPOINT) -> Any:
         if not self._refuses:
             return act(*given)
-        with self._generators.one_at_a_time, _RefusesDraws(self._stage.index, self._refused, where):
+        with self._generators.one_at_a_time, _RefusesDraws(self._stage.index, self.refused, where):
             return act(*given)
 
 

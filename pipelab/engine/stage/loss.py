@@ -64,11 +64,6 @@ class Loss:
         """Return the gradient that a micro-batch's backward starts from: the weight of its loss."""
         return torch.full_like(loss, self.weights[microbatch] * self.scale)
 
-    def some(self, microbatches: Sequence[int]) -> Loss:
-        """Return the loss of some micro-batches, numbered from 0, without values."""
-        targets = [self.targets[microbatch] for microbatch in microbatches]
-        return Loss(self.function, targets, [self.weights[microbatch] for microbatch in microbatches], scale=self.scale)
-
     def total(self) -> torch.Tensor:
         """Return the loss of the whole batch, without dimensions or history, on the first micro-batch's device."""
         known = [(value, weight) for value, weight in zip(self.values, self.weights, strict=True) if value is not None]
@@ -150,7 +145,8 @@ def _some(shares: Sequence[float]) -> str:
 
 def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[Any]) -> None:
     """Warn if, with `reduction="mean"`, the loss of two micro-batches together is not the average of both."""
-    pair = [each for each in (0, 1) if each < len(outputs) and outputs[each] is not None and loss.weights[each]]
+    values, weights = loss.values[:2], loss.weights[:2]
+    pair = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight]
     if len(pair) < 2 or reduction != "mean":
         return
     try:
@@ -158,9 +154,7 @@ def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[
             both = loss.function(join(list(outputs[:2])), join(loss.targets[:2])).detach().reshape(())
     except Exception:  # noqa: BLE001 - outputs that cannot be joined, as with a loss among them
         return
-    some = loss.some(pair)
-    some.values = loss.values[:2]
-    total = some.total().to(both) / sum(some.weights)
+    total = sum(value.reshape(()).to(both) * weight for value, weight in pair) / sum(weights)
     if abs(both - total) > max(1e-3, 8 * torch.finfo(both.dtype).eps) * abs(both):  # a NaN is no reason
         warnings.warn(
             f"the losses of two micro-batches average to {total:.4g}, and loss_fn of both together is {both:.4g}: with "

@@ -31,12 +31,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return the value with `function` applied to every tensor in it."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    return map_leaves(torch.Tensor, function, value)
-
-
-def map_leaves(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the value with `function` applied to every leaf of a kind."""
-    return pytree.tree_map_only(kind, function, opened(value))
+    return pytree.tree_map_only(torch.Tensor, function, opened(value))
 
 
 def take_apart(value: object) -> tuple[list[Any], Spec]:

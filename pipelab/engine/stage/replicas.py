@@ -178,13 +178,18 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
     """Refuse hooks that need the whole gradient of a parameter: a rank's copy has a part of it."""
+    where = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
     for name, parameter in module.named_parameters():
-        if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - as in `_update`
-            raise EngineError(
-                f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} has a post-accumulate-grad "
-                "hook, which would see one rank's gradients only, before all ranks' are added up\n"
-                "  try: parameter.register_hook, which runs on every rank; or run the stage on one rank"
-            )
+        what = "one rank, before those of all ranks are added up"
+        _refuse_whole_hooks(parameter, f"{where}, and its {name} has", what, "rank")
+
+
+def _refuse_whole_hooks(parameter: nn.Parameter, fact: str, what: str, place: str) -> None:
+    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no public way to ask for hooks
+        raise EngineError(
+            f"{fact} a post-accumulate-grad hook, which would see the gradient of {what} only\n"
+            f"  try: parameter.register_hook, which runs on every {place}"
+        )
 
 
 def versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
@@ -240,13 +245,8 @@ class Tied:
 
     def part(self, devices: Mapping[int, torch.device]) -> None:
         """Give each of these stages an alias on its device."""
-        if self.parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no public way to ask for hooks
-            where = ", ".join(map(str, self.stages))
-            raise EngineError(
-                f"stages {where} use one parameter, {self._places[self.stages[0]][0][1]!r}, with a "
-                "post-accumulate-grad hook, which would see the gradient of one stage only\n"
-                "  try: parameter.register_hook, which runs on every stage"
-            )
+        name, where = self._places[self.stages[0]][0][1], ", ".join(map(str, self.stages))
+        _refuse_whole_hooks(self.parameter, f"stages {where} use one parameter, {name!r}, with", "one stage", "stage")
         for stage in self.stages:
             if stage in devices:
                 self._aliases[stage] = alias(self.parameter, devices[stage])

@@ -71,19 +71,7 @@ class Stage:
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch forward; return the output, which the next stage must detach."""
         again = microbatch in self.recomputed
-        before = _versions(given) if again else []
-        with torch.no_grad() if again else nullcontext():
-            output = self._run(microbatch, given, kept)
-        if again:
-            if _versions(given) != before:
-                raise EngineError(
-                    "the stage wrote into its input in a forward that runs again (C): C would begin from other numbers "
-                    "than F, and the gradients would be wrong\n  try: let the stage write into a clone of its input, "
-                    "or use a plan that does not run this stage again"
-                )
-            learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
-            output = map_tensors(lambda each: _asking(each) if learns else each, output)
-            kept[microbatch] = (given,)
+        output = (self._run_without_history if again else self._run)(microbatch, given, kept)
         if _RETURNED not in kept and loss is not None:  # without one, the torch engine learns shapes
             self.steps += 1
         _require_unwritten(output, kept.setdefault(_RETURNED, {}))
@@ -154,6 +142,21 @@ class Stage:
             output = self._call(given, state)
         kept[microbatch] = (leaves, output)
         return output
+
+    def _run_without_history(self, microbatch: int, given: Any, kept: dict[int, Any]) -> Any:
+        """Return the output for one micro-batch, and keep the input for `C`."""
+        before = _versions(given)
+        with torch.no_grad():
+            output = self._run(microbatch, given, kept)
+        if _versions(given) != before:
+            raise EngineError(
+                "the stage wrote into its input in a forward that runs again (C): C would begin from other numbers "
+                "than F, and the gradients would be wrong\n  try: let the stage write into a clone of its input, "
+                "or use a plan that does not run this stage again"
+            )
+        kept[microbatch] = (given,)
+        learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
+        return map_tensors(_asking, output) if learns else output
 
     def _call(self, entry: Any, state: State | None = None) -> Any:
         """Return the module's output, with some tensors, by name, in place of the module's own."""

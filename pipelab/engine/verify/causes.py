@@ -1,6 +1,6 @@
 """Why gradients are wrong: every cause with its sentence and what to try, in one table.
 
-`named` reads counts. Where no counts explain the gradients, each cause that has a test looks at the evidence.
+`named` reads counts. Where no counts explain the gradients, each cause that can looks at the evidence.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Finding(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """What to say of a cause, what to try, and the test that finds it in the evidence where no counts do."""
+    """What to say of a cause, what to try, and what finds it in the evidence where no counts do."""
 
     words: str = ""
     hint: str = ""
-    test: Callable[[Evidence], object] | None = None
+    explains: Callable[[Evidence], object] | None = None
 
 
 # ── What counts say ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -373,7 +373,7 @@ def cause_of(evidence: Evidence, share: str) -> Finding:
     """Return the first cause that the evidence shows, or none; `share` says how much no counts explain."""
     for code, cause in CAUSES.items():
         with suppress(Exception):  # a step that does not run again, a loss that takes no other targets
-            if found := cause.test(evidence) if cause.test else None:
+            if found := cause.explains and cause.explains(evidence):
                 words = cause.words.format(listed(found) if isinstance(found, list) else found)
                 return Finding(code, f"{share}\n{words}")
     return Finding("unexplained", share)

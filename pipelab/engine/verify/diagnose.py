@@ -173,9 +173,8 @@ def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Pa
     if not trained:
         return own
     names, found = {parameter: name for name, parameter in own.items()}, dict[str, nn.Parameter]()
-    for given, parameter in (
-        (*each,) for module in trained for each in module.named_parameters() if each[1].requires_grad
-    ):
+    pairs = [pair for module in trained for pair in module.named_parameters() if pair[1].requires_grad]
+    for given, parameter in pairs:
         name = names.get(parameter, given.replace("_orig_mod.", "").removeprefix("module."))
         if name not in own or not torch.equal(own[name].cpu(), parameter.cpu()):
             why = "has other weights than the model's" if name in own else "is none of the model's that learn"

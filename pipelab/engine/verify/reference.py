@@ -412,11 +412,9 @@ class Sizes:
         many = len(self.shares)
         for replicas in (number for number in range(2, many) if many % number == 0):
             for own in ([m * replicas // many for m in range(many)], [m % replicas for m in range(many)]):
-                totals = [0.0] * replicas
-                for share, replica in zip(self.shares, own, strict=True):
-                    totals[replica] += share
-                weights = (share / (totals[replica] or 1.0) for share, replica in zip(self.shares, own, strict=True))
-                yield replicas, list(weights)
+                shares = list(zip(self.shares, own, strict=True))
+                totals = [sum(share for share, its in shares if its == replica) for replica in range(replicas)]
+                yield replicas, [share / (totals[its] or 1.0) for share, its in shares]
 
 
 @dataclass(frozen=True)

@@ -212,15 +212,13 @@ def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
     with pipe.engine.full_model(), restored(pipe.modules, [x, y]) as rewind, _as_in_the_workers(pipe):
         for runner in pipe.engine.runners.of.values():
             runner.steps = 0  # the next one compares contents again
-        replicated = {stage: ranks for stage, ranks in pipe.plan.replicas.items() if len(ranks) > 1}
-        attributes = {stage: AttributeSnapshot(pipe.stages.modules[stage]) for stage in replicated}
         modules = pipe.stages.modules
+        before = {stage: AttributeSnapshot(modules[stage]) for stage, ranks in pipe.plan.replicas.items() if ranks[1:]}
         pipe.run(x, y)
-        changed = {stage: each.changed(AttributeSnapshot(modules[stage])) for stage, each in attributes.items()}
-        apart = next((_state_apart(stage, replicated[stage], name) for stage, name in changed.items() if name), "")
+        apart = [_state_apart(pipe, stage, modules[stage], noted) for stage, noted in before.items()]
         pipe.engine.gather_gradients()
         both = _Comparison(pipe, x, y, _reference_of(pipe, x, y), rewind)
-        return _compared(both, Gradients.of(both.plain.parameters), apart)
+        return _compared(both, Gradients.of(both.plain.parameters), next(filter(None, apart), ""))
 
 
 def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
@@ -266,11 +264,11 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
     )
 
 
-def _state_apart(stage: int, ranks: Sequence[int], name: str) -> str:
-    return (
-        f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name} changes from call to call: no rank "
-        "sees all calls in the order of plain training"
-    )
+def _state_apart(pipe: Assembly, stage: int, module: nn.Module, before: AttributeSnapshot) -> str:
+    """Return the state that each rank of a stage has for itself, as a sentence; "" if it has none."""
+    name, ranks = before.changed(AttributeSnapshot(module)), pipe.plan.replicas[stage]
+    where = f"stage {stage} is on ranks {', '.join(map(str, ranks))}, and its {name}"
+    return f"{where} changes from call to call: no rank sees all calls in the order of plain training" if name else ""
 
 
 @contextmanager

@@ -34,15 +34,14 @@ class Loss:
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the loss of one micro-batch, without its weight; store its value."""
         try:
-            made: Any = self.function(output, self.targets[microbatch])
+            loss: Any = self.function(output, self.targets[microbatch])
         except Exception as error:
             error.add_note(f"in the loss of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}")
             raise
-        if not isinstance(made, torch.Tensor):
-            part = "['loss']" if isinstance(made, Mapping) else "[0]" if isinstance(made, (tuple, list)) else ""
+        if not isinstance(loss, torch.Tensor):
+            part = "['loss']" if isinstance(loss, Mapping) else "[0]" if isinstance(loss, (tuple, list)) else ""
             hint = f"\n  try: loss_fn=lambda output, target: your_loss(output, target){part}" if part else ""
-            raise LossError(f"the loss function returned {type(made).__name__}, not a tensor{hint}")
-        loss = made
+            raise LossError(f"the loss function returned {type(loss).__name__}, not a tensor{hint}")
         if loss.numel() != 1:
             raise LossError(
                 f"the loss function returned a tensor of shape {tuple(loss.shape)}, not one number: "

@@ -79,13 +79,10 @@ def weight_gradients(branches: list[Branch]) -> None:
     """Run what `input_gradients` left, and release it branch by branch."""
     while branches:
         branch = branches.pop()
-        there = [index for index, gradient in enumerate(branch.gradients) if gradient is not None]
+        pairs = zip(branch.ends, branch.gradients, strict=True)
+        there = [(end, gradient) for end, gradient in pairs if gradient is not None]
         if there:
-            run_backward(
-                [branch.ends[index] for index in there],
-                [branch.gradients[index] for index in there],  # type: ignore[misc]  # none is None
-                branch.leaves,
-            )
+            run_backward([end for end, _ in there], [gradient for _, gradient in there], branch.leaves)
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> set[int]:

@@ -255,7 +255,7 @@ _AVERAGE = "After {}, .grad is divided by {} once more, which makes it a moving 
 _REPLICAS = f"Each micro-batch counts by its share of its replica's loss, and {{1}} replicas alike, {_BATCH}."
 
 _STEP_ONCE = "let optimizer.step() run once, after the last backward"
-_CALLED_TWICE = "look for a stage that is called twice, and for retain_graph=True"
+_CALLED_TWICE = "look for a stage that is called twice"
 _CLIP_ONCE = "clip once, all gradients together, after the last backward"
 _EMPTY = "call zero_grad() before each step, and empty every other buffer that gradients are added to"
 _COPY = "copy the weights after each optimizer.step(), before the next forward"

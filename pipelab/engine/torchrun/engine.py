@@ -25,11 +25,11 @@ from pipelab.engine.model.unmade import room_for
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import full_tensor, local_part, map_tensors, tensors_of
+from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
-from pipelab.engine.torchrun.messages import Connections, ValueMeta, broadcast, from_bytes, learn_metas, to_bytes
+from pipelab.engine.torchrun.messages import Connections, ValueMeta, copy_from, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of
 from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep, Reducer, ReplicatedBuffers
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
@@ -116,8 +116,11 @@ class TorchEngine(Engine):
         """Run this process's part of all micro-batches; return the step of all processes."""
         for stage in () if loss is None else self._reducers:
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
-        clocks = begin([self._stream])
-        step = ProcessStep(inputs, loss, watch_nan, caller, clocks=clocks)
+        row = [action for action in self._row if loss is not None or action.traits.forward]
+        mine = RankState(self.rank, row, self._stream, {})
+        counts = [len(tensors_of(piece)[0]) for piece in inputs]
+        clocks, waited = begin([self._stream]), [0] * len(row)
+        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, counts=counts, waited=waited)
         call = "forward(x)" if loss is None else "step(x, y)"
         state: StepState = self.attend(partial(copy_context().run, self._run, step), call)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
@@ -158,38 +161,25 @@ class TorchEngine(Engine):
             self._presence.clear()
             del self._connections, self._buffers, self._runtime, self.group
 
-    def _run(self, whole: ProcessStep) -> StepState:
+    def _run(self, step: ProcessStep) -> StepState:
         """Run one step, in the worker thread, on the rank's stream."""
-        inputs, loss, learning = whole.inputs, whole.loss, whole.loss is not None
         with ExitStack() as stack:
             self._stream.enter(stack)
-            whole.caller.enter(stack)
+            step.caller.enter(stack)
             # [1] which values will be sent?
-            counts = [len(tensors_of(piece)[0]) for piece in inputs]
             if self._shapes not in self._metas:
                 here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
-                self._metas[self._shapes] = learn_metas(*here, inputs, counts, learning=learning)
+                self._metas[self._shapes] = learn_metas(*here, step.inputs, step.counts, learning=step.loss is not None)
+            step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
-            row = [action for action in self._row if learning or action.traits.forward]
-            step = ProcessStep(
-                inputs,
-                loss,
-                whole.watch_nan,
-                whole.caller,
-                [RankState(self.rank, row, self._stream, {})],
-                clocks=whole.clocks,
-                counts=counts,
-                metas=self._metas[self._shapes],
-                waited=[0] * len(row),
-            )
+            self._step = step
             self._go(step)
             # [3] all processes exchange times and losses
-            state = share(self.group, self.plan, step, loss, self._clock)
+            state = share(self.group, self.plan, step, self._clock)
         self._step = None
         return state
 
     def _go(self, step: ProcessStep) -> None:
-        self._step = step
         with ExitStack() as stack:
             for stage in self._stages:
                 stage.begin(step)
@@ -237,8 +227,8 @@ class TorchEngine(Engine):
         modules = [self.stages.model] if self.stages.is_traced else self.stages.modules
         words = [f"modes {' '.join(map(_mode, modules))}", "to learn" if learning else "to evaluate"]
         if learning:
-            frozen = [_frozen(stage, module) for stage, module in enumerate(self.stages.modules)]
-            words += [f"frozen {', '.join(filter(None, frozen)) or 'nothing'}"]
+            frozen = filter(None, map(_frozen, range(self.plan.stages), self.stages.modules))
+            words.append(f"frozen {', '.join(frozen) or 'nothing'}")
         words += [f"autocast {cast.args[0]} {cast.keywords['dtype']}" for cast in caller.autocast]
         return "; ".join(words)
 
@@ -411,24 +401,32 @@ def _frozen(stage: int, module: nn.Module) -> str:
 
 # ── The state of one stage: the rank `source` holds it, and the others `receive` it ───────────────────────────────────
 
+_CPU = torch.device("cpu")
+
 
 def _gather_state(module: nn.Module, group: dist.ProcessGroup, source: int, receive: bool) -> None:
     """Gather parameters, buffers and extra state; the stage may have new or larger buffers than in this process."""
     for parameter in module.parameters():
         _copy(parameter, group, source, receive)
-    box: list[Any] = [_describe_buffers(module) if dist.get_rank(group) == source else None]
+    box = [to_bytes(_others_of(module)) if dist.get_rank(group) == source else b""]
     dist.broadcast_object_list(box, group=group, group_src=source)
-    buffers, extra = box[0]
+    if not receive:
+        return
+    buffers, extra = from_bytes(box[0])
     own = dict(module.named_buffers())
-    for name, (shape, dtype, persistent) in buffers.items():
-        found = _broadcast(own.get(name), shape, dtype, group, source)
-        if receive:
-            _set_buffer(module, name, own.pop(name, None), found, persistent)
-    if receive:
-        for owner, leaf in (_owner(module, name) for name in own):
-            setattr(owner, leaf, None)
-        for name, state in extra.items():
-            _owner(module, name)[0].set_extra_state(state)
+    for name, (found, persistent) in buffers.items():
+        _set_buffer(module, name, own.pop(name, None), found, persistent)
+    for owner, leaf in (_owner(module, name) for name in own):
+        setattr(owner, leaf, None)
+    for name, state in extra.items():
+        _owner(module, name)[0].set_extra_state(state)
+
+
+def _others_of(module: nn.Module) -> tuple[dict[str, tuple[torch.Tensor, bool]], dict[str, Any]]:
+    """Return each buffer, and whether it is persistent; and the extra state of the module's parts."""
+    state = module.state_dict(keep_vars=True)
+    buffers = {name: (buffer, name in state) for name, buffer in module.named_buffers()}
+    return buffers, {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
 
 def _set_buffer(
@@ -438,14 +436,14 @@ def _set_buffer(
         overwrite(buffer, found)
         return
     owner, leaf = _owner(module, name)
-    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+    device = next((tensor.device for tensor in module.parameters()), _CPU)
     owner.register_buffer(leaf, found.to(device), persistent)
 
 
 def _gather_gradients(module: nn.Module, group: dist.ProcessGroup, source: int, receive: bool) -> None:
     parameters = list(module.parameters())
     there = torch.tensor([parameter.grad is not None for parameter in parameters])
-    _copy(there, group, source, receive)
+    copy_from(source, there, group, _CPU)
     for parameter, known in zip(parameters, there.tolist(), strict=True):
         if not known:
             parameter.grad = None
@@ -459,29 +457,8 @@ def _gather_gradients(module: nn.Module, group: dist.ProcessGroup, source: int, 
 
 def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, source: int, receive: bool) -> None:
     """Copy the source's numbers into this process's tensor; of a DTensor, into its part: all have like parts of it."""
-    tensor = local_part(tensor)
-    found = _broadcast(tensor, tuple(tensor.shape), tensor.dtype, group, source)
-    if receive:
-        overwrite(tensor, found)
-
-
-def _broadcast(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, source: int
-) -> torch.Tensor:
-    if dist.get_rank(group) == source and tensor is not None:
-        sent = tensor.detach().cpu().contiguous()
-    else:
-        sent = torch.empty(shape, dtype=dtype)
-    broadcast(sent, group, source)
-    return sent
-
-
-def _describe_buffers(module: nn.Module) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype, bool]], dict[str, Any]]:
-    """Return each buffer's shape, type and whether it is persistent; and the extra state of the module's parts."""
-    state = module.state_dict(keep_vars=True)
-    buffers = {name: (tuple(buffer.shape), buffer.dtype, name in state) for name, buffer in module.named_buffers()}
-    extra = {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
-    return buffers, map_tensors(lambda tensor: tensor.detach().cpu(), extra)
+    part = local_part(tensor)
+    copy_from(source, part if receive or dist.get_rank(group) == source else torch.empty_like(part), group, _CPU)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

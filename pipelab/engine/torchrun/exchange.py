@@ -202,15 +202,15 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | None, clock: Clock) -> StepState:
+def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock) -> StepState:
     """Exchange times and losses; of an evaluation, which has no loss, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each. Gathers
     and frees count as actions at the end of their row.
     """
     holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
-    state = StepState([None] * plan.microbatches, loss, step.watch_nan, step.caller)
-    if loss is None:
+    state = StepState([None] * plan.microbatches, step.loss, step.watch_nan, step.caller)
+    if step.loss is None:
         state.outputs = _outputs(group, holders, step)
         return state
     moves = Counter(move.rank for move in plan.bound.moves)
@@ -218,10 +218,10 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, loss: Loss | 
     own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
     for number, numbers in enumerate((*_times(step, clock), step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    own[3 * longest :] = _losses(plan, step)
+    own[3 * longest :] = _losses(plan, step.loss)
     found = gathered(own, group)
     stream = step.mine.stream
-    _set_losses(loss, found[:, 3 * longest :], holders, stream.runs_on.device)
+    _set_losses(step.loss, found[:, 3 * longest :], holders, stream.runs_on.device)
     table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
     ranks, waited = [], []
     for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
@@ -265,11 +265,10 @@ def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep
     return outputs
 
 
-def _losses(plan: Plan, step: ProcessStep) -> torch.Tensor:
+def _losses(plan: Plan, loss: Loss) -> torch.Tensor:
     """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
-    assert step.loss is not None
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
-    for microbatch, value in enumerate(step.loss.values):
+    for microbatch, value in enumerate(loss.values):
         if value is not None:
             found[0] = _LOSS_TYPES.index(value.dtype)
             found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)

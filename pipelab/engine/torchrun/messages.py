@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pipelab.engine.device import RankStream
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, take_apart, tensors_of
-from pipelab.engine.stage.snapshot import unchanged
+from pipelab.engine.stage.snapshot import overwrite, unchanged
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
 from pipelab.plan.plan import Plan
@@ -125,11 +125,11 @@ class ValueMeta:
 
     def misfit(self, value: Any, giver: str, rows: int) -> str:
         """Return how an output of the stage `giver` for so many rows differs from this meta; "" if it does not."""
-        parts, spec = take_apart(value)
-        if spec == self.spec and len(parts) == len(self.parts) and all(map(_fits, parts, self.parts)):
+        found = meta_of(value, giver)
+        if found == self:
             return ""
         return (
-            f"returned {meta_of(value, giver)}, but for an earlier micro-batch of {rows} rows it returned {self}: "
+            f"returned {found}, but for an earlier micro-batch of {rows} rows it returned {self}: "
             "between processes, a stage's outputs must have one structure, shape and type, and the same ones must "
             "require gradients\n"
             "  try: engine='threads', which has no such limit"
@@ -157,30 +157,18 @@ def meta_of(value: Any, giver: str) -> ValueMeta:
 
 def _meta_of_tensor(part: Any, giver: str) -> TensorMeta:
     if not isinstance(part, torch.Tensor):
-        raise EngineError(
-            f"{giver} returned an object of class {type(part).__name__}: between processes a stage sends tensors "
-            "only, in tuples, lists and dicts\n  try: make it a tensor; or engine='threads'"
-        )
-    if hasattr(part, "to_local"):
-        raise EngineError(
-            f"{giver} returned a DTensor: between processes a stage sends plain tensors only\n"
-            "  try: end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
-        )
-    if part.layout != torch.strided or part.is_nested or part.is_quantized:
-        raise EngineError(
-            f"{giver} returned a sparse, nested or quantized tensor: between processes a stage sends dense ones only\n"
-            "  try: to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
-        )
-    return TensorMeta(tuple(part.shape), part.dtype, part.requires_grad, torch.empty_like(part).stride())
-
-
-def _fits(part: Any, expected: TensorMeta | None) -> bool:
-    if expected is None:
-        return part is None
-    return isinstance(part, torch.Tensor) and (part.shape, part.dtype, part.requires_grad) == (
-        expected.shape,
-        expected.dtype,
-        expected.learns,
+        found, hint = f"an object of class {type(part).__name__}", "make it a tensor; or engine='threads'"
+    elif hasattr(part, "to_local"):
+        found, hint = "a DTensor", "end it with RowwiseParallel(), or PrepareModuleOutput(..., use_local_output=True)"
+    elif part.layout != torch.strided or part.is_nested or part.is_quantized:
+        found = "a sparse, nested or quantized tensor"
+        hint = "to_dense(), to_padded_tensor() or dequantize(); or engine='threads'"
+    else:
+        strides = torch.empty_like(part, device="meta").stride()
+        return TensorMeta(tuple(part.shape), part.dtype, part.requires_grad, strides)
+    raise EngineError(
+        f"{giver} returned {found}: between processes a stage sends plain, dense tensors only, in tuples, lists and "
+        f"dicts\n  try: {hint}"
     )
 
 
@@ -330,3 +318,14 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> No
     """Broadcast a contiguous tensor, also of a type that the backend does not support."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
     dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+
+
+def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Copy the numbers that a group's rank `source` has in a tensor into those of all others, by way of a device."""
+    if dist.get_rank(group) == source:
+        broadcast(tensor.detach().to(device).contiguous(), group, source)
+        return
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    broadcast(found, group, source)
+    with torch.no_grad():
+        overwrite(tensor, found)

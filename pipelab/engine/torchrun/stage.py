@@ -26,9 +26,8 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.replicas import Buffers, versions, written, written_error
-from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
-from pipelab.engine.torchrun.messages import Connections, GradientPresence, ValueMeta, broadcast
+from pipelab.engine.torchrun.messages import Connections, GradientPresence, ValueMeta, copy_from
 from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError
 from pipelab.plan.actions import UNSHARD, Action, B, F, I, R, W
@@ -465,15 +464,8 @@ class ReplicatedBuffers:
         for stage, runner in self._runners.items():
             if self._policy == "lowest":
                 for buffer in runner.module.buffers():
-                    self._copy(buffer, self._groups[stage])
+                    copy_from(0, buffer, self._groups[stage], self._transport_device)
             elif dist.get_rank(self._groups[stage]):
                 name = written(self._before[stage], versions(runner.module))
                 if name:
                     raise written_error(stage, self._rank, name)
-
-    def _copy(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-        message = buffer.detach().to(self._transport_device).contiguous()
-        broadcast(message, group, 0)
-        if dist.get_rank(group):
-            with torch.no_grad():
-                overwrite(buffer, message)

@@ -27,11 +27,10 @@ from pipelab.engine.engine import Settings
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.pytree import described
 from pipelab.engine.stage.replicas import require_replicable, ties_of
-from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.torchrun import runtime
 from pipelab.engine.torchrun.engine import TorchEngine, holders_of
 from pipelab.engine.torchrun.exchange import few_numbers
-from pipelab.engine.torchrun.messages import Connections, broadcast
+from pipelab.engine.torchrun.messages import Connections, copy_from
 from pipelab.engine.torchrun.stage import fsdp_modules
 from pipelab.engine.torchrun.supervisor import (
     AnsweringStore,
@@ -65,10 +64,7 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
     global _made  # noqa: PLW0603 - it counts for the process
     _made += 1
     # [1] checks that need no other process
-    _require_actions(plan)
-    _require_replicable(plan, stages, settings)
-    _require_one_pipeline(plan, settings)
-    _require_whole_backwards(plan, stages)
+    _require_runnable(plan, stages, settings)
     rank, size = identify(plan.ranks, settings.group)
     members = list(range(size)) if settings.group is None else dist.get_process_group_ranks(settings.group)
     place = members.index(rank)
@@ -101,8 +97,9 @@ def start(plan: Plan, stages: Stages, settings: Settings) -> TorchEngine:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             connections = connect(meeting, rank, size, device, backend, holders, limit, groups)
             for stage in held:
-                if len(ranks := plan.replicas[stage]) > 1:
-                    _copy_first_replica(stages.modules[stage], connections.shared[ranks], connections.transport_device)
+                module, ranks = stages.modules[stage], plan.replicas[stage]
+                for tensor in [*module.parameters(), *module.buffers()] if len(ranks) > 1 else ():
+                    copy_from(0, tensor, connections.shared[ranks], connections.transport_device)
             dist.barrier(connections.everyone)  # who closes at once would cut off a process that still connects
             return connections
 
@@ -136,49 +133,42 @@ def _transport(backend: str) -> Transport:
     return "rank" if eager else "pair"
 
 
-def _require_actions(plan: Plan) -> None:
-    idle = next((rank for rank, row in enumerate(plan.bound.rows) if not row), None)
-    if idle is not None:
-        raise EngineError(
-            f"rank {idle} of {plan.ranks} has no action, and PyTorch's runtime needs one on every rank\n"
-            "  try: fewer ranks; or engine='threads'"
-        )
-
-
-def _require_replicable(plan: Plan, stages: Stages, settings: Settings) -> None:
-    """Refuse stages that cannot be on several ranks, and a loss that learns: its gradients would not be summed."""
+def _require_runnable(plan: Plan, stages: Stages, settings: Settings) -> None:
+    """Refuse what does not run in processes, before any of them waits for another one."""
+    for rank, row in enumerate(plan.bound.rows):
+        if not row:
+            raise EngineError(
+                f"rank {rank} of {plan.ranks} has no action, and PyTorch's runtime needs one on every rank\n"
+                "  try: fewer ranks; or engine='threads'"
+            )
     for stage, ranks in plan.replicas.items():
         if len(ranks) > 1:
             require_replicable(stage, stages.modules[stage], ranks, settings.replicated_buffers)
-    last, loss = plan.replicas[plan.stages - 1], settings.loss_fn
-    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
-    name = next((name for name, parameter in named if parameter.requires_grad), "")
-    if name and len(last) > 1:
+            _require_one_pipeline(plan, ranks, settings)
+    sharded = next((stage for stage, module in enumerate(stages.modules) if fsdp_modules(module)), None)
+    split = [action for row in plan.rows for action in row if getattr(action, "kind", "") == "I"]
+    if split and sharded is not None:
         raise EngineError(
-            f"the loss has a parameter {name!r}, and the last stage is on ranks {', '.join(map(str, last))}, which "
-            "would train different copies: only the gradients of stages are summed over replicas\n"
-            "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
+            f"{plan.name} splits backwards ({split[0]}), and stage {sharded} is sharded by fully_shard: its gradients "
+            "would be wrong\n  try: a schedule with whole backwards, such as 1F1B or interleaved 1F1B"
         )
 
 
-def _require_one_pipeline(plan: Plan, settings: Settings) -> None:
-    ranks = next((ranks for ranks in plan.replicas.values() if len(ranks) > 1), ())
-    if settings.group is not None and ranks:
+def _require_one_pipeline(plan: Plan, ranks: Sequence[int], settings: Settings) -> None:
+    """Refuse replicas beside a mesh's group, and beside a loss that learns, whose gradients would not be summed."""
+    if settings.group is not None:
         raise EngineError(
             f"{plan.name} has {len(ranks)} replicas, and group= names the processes of one pipeline\n"
             "  try: a schedule without replicate, and fully_shard(stage, mesh=...) over another dimension of the mesh"
         )
-
-
-def _require_whole_backwards(plan: Plan, stages: Stages) -> None:
-    """Refuse split backwards of stages that are spread over processes: their gradients would be wrong."""
-    split = next((action for row in plan.rows for action in row if getattr(action, "kind", "") == "I"), None)
-    sharded = next((stage for stage, module in enumerate(stages.modules) if fsdp_modules(module)), None)
-    if split is not None and sharded is not None:
+    loss, last = settings.loss_fn, plan.replicas[plan.stages - 1]
+    named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    learning = [name for name, parameter in named if parameter.requires_grad]
+    if learning and ranks == last:
         raise EngineError(
-            f"{plan.name} splits backwards ({split}), and stage {sharded} is sharded by fully_shard, which needs whole "
-            "backwards: with split ones its gradients would be wrong\n"
-            "  try: a schedule with whole backwards, such as 1F1B or interleaved 1F1B"
+            f"the loss has a parameter {learning[0]!r}, and the last stage is on ranks {', '.join(map(str, last))}, "
+            "which would train different copies: only the gradients of stages are summed over replicas\n"
+            "  try: make the parameter part of the last stage, freeze it, or use engine='threads'"
         )
 
 
@@ -195,17 +185,17 @@ def identify(ranks: int, group: dist.ProcessGroup | None = None) -> tuple[int, i
             f"  or: torchrun --standalone --nproc-per-node {ranks} {_script()}"
         )
     needs = f"the plan has {ranks} rank{'s' if ranks != 1 else ''}"
+    hint = 'group=mesh["pp"].get_group(), of the dimension with one process per rank'
+    if group is not None and dist.get_world_size(group) != ranks:
+        raise EngineError(
+            f"{needs} and this process's group= has {max(0, dist.get_world_size(group))} processes\n  try: {hint}"
+        )
     if group is None and size != ranks:
         raise EngineError(
             f"{needs} and torchrun started {size} process{'es' if size != 1 else ''}: there must be one process per "
             f"rank\n  try: torchrun --standalone --nproc-per-node {ranks} {_script()}\n"
             f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}\n"
-            '  or, if stages are spread over processes too: group=mesh["pp"].get_group()'
-        )
-    if group is not None and dist.get_world_size(group) != ranks:
-        raise EngineError(
-            f"{needs} and this process's group= has {max(0, dist.get_world_size(group))} processes: there must be one "
-            'process per rank\n  try: the dimension of the mesh that has as many, group=mesh["pp"].get_group()'
+            f"  or, if stages are spread over processes too: {hint}"
         )
     return rank, size
 
@@ -466,11 +456,3 @@ def warn_of_other_weights(digests: Sequence[str | None]) -> None:
             "process; after an earlier pipeline of this model, load its pipe.state_dict()",
             stacklevel=5,
         )
-
-
-def _copy_first_replica(module: nn.Module, group: dist.ProcessGroup, transport_device: torch.device) -> None:
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            sent = tensor.detach().to(transport_device).contiguous()
-            broadcast(sent, group, 0)
-            overwrite(tensor, sent)

@@ -245,27 +245,35 @@ class Pipeline:
         """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
         self.stages.require_same_parts()
         self.stages.require_no_lost_hooks()
-        inputs, targets = Part("x", x is not None), Part("y", y is not None)
-        for part, value, needed, end in ((inputs, x, self.is_first, "first"), (targets, y, self.is_last, "last")):
-            if needed and not part.here:
-                part.error = BatchError(
-                    f"{part.name} is missing, and this process holds the {end} stage\n"
-                    f"  try: give x and y; of several processes, one may leave {part.name} out if not pipe.is_{end}"
-                )
-            try:
-                if part.here:
-                    part.pieces = self.cut.pieces(value, part.name)
-                if part is targets and part.here:
-                    _require_same_rows([inputs, targets])
-                    targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
-                    if warned_of_targets(self.loss_fn, self.reduction, targets.pieces, targets.counts):
-                        self._warned = True
-            except (BatchError, LossError) as error:
-                part.error = error
+        inputs = self._part("x", x, "first" if self.is_first else "")
+        targets = self._part("y", y, "last" if self.is_last else "")
+        try:
+            if targets.pieces:
+                _require_same_rows([inputs, targets])
+                targets.weights = weights_of(self.reduction, targets.counts, targets.pieces)
+                if warned_of_targets(self.loss_fn, self.reduction, targets.pieces, targets.counts):
+                    self._warned = True
+        except (BatchError, LossError) as error:
+            targets.error = error
         if only is not None:
             counted = self.cut.sequences[only]
             targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
         return inputs, targets
+
+    def _part(self, name: str, value: Any, needed: str) -> Part:
+        """Cut inputs or targets; `needed` says which stage this process holds, if it needs them for that."""
+        part = Part(name, value is not None)
+        if part.here:
+            try:
+                part.pieces = self.cut.pieces(value, name)
+            except BatchError as error:
+                part.error = error
+        elif needed:
+            part.error = BatchError(
+                f"{name} is missing, and this process holds the {needed} stage\n"
+                f"  try: give x and y; of several processes, one may leave {name} out if not pipe.is_{needed}"
+            )
+        return part
 
     @contextmanager
     def _alone(self, call: str, *parts: Part) -> Iterator[CallerContext]:

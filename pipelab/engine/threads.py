@@ -32,6 +32,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -106,8 +107,9 @@ class ThreadsEngine(Engine):
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
         if loss is not None:
             self._generators.begin()
-        step = ThreadsStep(inputs, loss, watch_nan, caller)
-        step.begin(self._forward_rows if loss is None else self._rows, self.streams)
+        rows = self._forward_rows if loss is None else self._rows
+        step = ThreadsStep(inputs, loss, watch_nan, caller, rows=rows)
+        step.begin(self.streams)
         step.clocks = begin(self.streams)
         late = {worker: rank for rank, worker in enumerate(self._workers) if not worker.idle.is_set()}
         if late:  # a step before was interrupted twice
@@ -326,40 +328,31 @@ class Instruction:
     all_reduce: AllReduce | None = None  # the all-reduce in which it takes part
 
 
-class Row:
-    """One rank's instructions, and what a step must know of all of them before it begins."""
-
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self.instructions = instructions
-        self.actions = [each.action for each in instructions]
-        self.stages = {each.stage.index for each in instructions}
-        self.received = [each.needs for each in instructions if each.receives and each.needs is not None]
-        self.all_reduces = {each.action: each.all_reduce.group for each in instructions if each.all_reduce is not None}
+Rows = Sequence[Sequence[Instruction]]
+"""Every rank's instructions."""
 
 
 @dataclass(slots=True)
 class ThreadsStep(StepState):
     """One step of all ranks, and the values between them."""
 
-    rows: Sequence[Sequence[Instruction]] = ()  # every rank's instructions
+    rows: Rows = ()  # every rank's instructions
     values: dict[int, Any] = field(default_factory=dict)  # by number, the values under way
     ready: dict[int, threading.Lock] = field(default_factory=dict)  # released when the value is there
     barriers: dict[Action, Barrier] = field(default_factory=dict)  # for each all-reduce, where its ranks meet
     stopped: bool = False  # whether all ranks should stop
 
-    def begin(self, rows: Sequence[Row], streams: Sequence[RankStream]) -> None:
+    def begin(self, streams: Sequence[RankStream]) -> None:
         """Lock what has to be waited for."""
-        self.rows = [row.instructions for row in rows]
-        for row in rows:
-            for value in row.received:
-                lock = self.ready[value] = threading.Lock()
+        for each in chain.from_iterable(self.rows):
+            if each.receives and each.needs is not None:
+                lock = self.ready[each.needs] = threading.Lock()
                 lock.acquire()
-            for action, group in row.all_reduces.items():
-                if action not in self.barriers:
-                    self.barriers[action] = Barrier(group)
+            elif each.all_reduce is not None and each.action not in self.barriers:
+                self.barriers[each.action] = Barrier(each.all_reduce.group)
         self.ranks = [
-            RankState(rank, row.actions, stream, {stage: {} for stage in row.stages})
-            for rank, (row, stream) in enumerate(zip(rows, streams, strict=True))
+            RankState(rank, [each.action for each in row], stream, {each.stage.index: {} for each in row})
+            for rank, (row, stream) in enumerate(zip(self.rows, streams, strict=True))
         ]
 
     def stop(self) -> None:
@@ -369,10 +362,8 @@ class ThreadsStep(StepState):
             barrier.abort()
         for lock in self.ready.values():
             if lock.locked():
-                try:
+                with suppress(RuntimeError):  # its giver released it just now
                     lock.release()
-                except RuntimeError:  # its giver released it just now
-                    continue
 
 
 def instructions(
@@ -382,10 +373,10 @@ def instructions(
     streams: Sequence[RankStream],
     *,
     backward: bool,
-) -> list[Row]:
+) -> Rows:
     """Return every rank's instructions for a legal plan; only the forwards' unless `backward`."""
     codes = bound.codes
-    rows: list[Row] = []
+    rows: list[list[Instruction]] = []
     for rank, row in enumerate(bound.rows):
         listed: list[Instruction] = []
         for code in row:
@@ -402,7 +393,7 @@ def instructions(
                 runs = first.get((action.stage, rank), runner) if watched_too else runner
                 act = getattr(runs, action.traits.method) if backward else runner.evaluate
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))
-        rows.append(Row(listed))
+        rows.append(listed)
     return rows
 
 
@@ -413,12 +404,15 @@ def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: St
     What `W` needs its own `I` has kept, and what it gives stays on the rank.
     """
     codes = bound.codes
-    made = Instruction(action, bool(codes.forward[code]), codes.microbatch[code], stage, act)
     need, value = codes.comes[code], codes.gives[code]
     inner = need != codes.always
     onward = [needer for needer in codes.needers(value) if codes.stage[needer] != action.stage]
-    return replace(
-        made,
+    return Instruction(
+        action,
+        bool(codes.forward[code]),
+        codes.microbatch[code],
+        stage,
+        act,
         needs=need if inner else None,
         receives=inner and bound.rank_of[bound.giver_of[need]] != rank,
         gives=value if onward else None,
@@ -426,7 +420,7 @@ def _of_a_slot(bound: BoundPlan, code: int, action: Action, rank: int, stage: St
     )
 
 
-def with_watch(rows: Sequence[Row], watch: Watch) -> list[Row]:
+def with_watch(rows: Rows, watch: Watch) -> Rows:
     """Return the same instructions, with a call of `watch` at the end of each."""
 
     def act(rank: int, each: Instruction, microbatch: int, given: Any, kept: dict[int, Any], loss: Any) -> Any:
@@ -434,9 +428,7 @@ def with_watch(rows: Sequence[Row], watch: Watch) -> list[Row]:
         watch(rank, each.stage, each.action, kept, made)
         return made
 
-    return [
-        Row([replace(each, act=partial(act, rank, each)) for each in row.instructions]) for rank, row in enumerate(rows)
-    ]
+    return [[replace(each, act=partial(act, rank, each)) for each in row] for rank, row in enumerate(rows)]
 
 
 # ── The all-reduce ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -152,11 +152,7 @@ _DRIFT = 1e-4
 
 
 class HostClock:
-    """The host's clock, for every step alike: marks are readings of it.
-
-    Attributes:
-        error_ns: how far they may be from it, if another process measured them.
-    """
+    """The host's clock, for every step alike: marks are readings of it, within `error_ns` if another process's."""
 
     def __init__(self, error_ns: int = 0) -> None:
         self.error_ns = error_ns

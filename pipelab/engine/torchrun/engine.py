@@ -26,12 +26,12 @@ from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
-from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks
+from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks, versions, written_error
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
 from pipelab.engine.torchrun.messages import Connections, ValueMeta, copy_from, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of
-from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep, Reducer, ReplicatedBuffers
+from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep, Reducer
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
 from pipelab.plan.plan import Plan
 
@@ -70,21 +70,22 @@ class TorchEngine(Engine):
         (self._stream,) = rank_streams([self.devices[rank]])
         self._connections = connections
         self._supervisor = supervisor
-        device = connections.transport_device
-        replicated = [stage for stage in self.local_stages if len(plan.replicas[stage]) > 1]
-        groups = {stage: connections.shared[plan.replicas[stage]] for stage in replicated}
-        own = {stage: self._runners[stage] for stage in replicated}
-        self._reducers = {stage: Reducer(own[stage].module, group, device) for stage, group in groups.items()}
-        self._buffers = ReplicatedBuffers(rank, own, groups, device, settings.replicated_buffers)
-        self._stages = [
-            ProcessStage(self._runners[stage], first + stage, plan, rank, connections, self._reducers.get(stage))
+        self._policy = settings.replicated_buffers
+        self._reducers = {
+            stage: Reducer(stages.modules[stage], connections.shared[ranks], connections.transport_device)
+            for stage, ranks in plan.replicas.items()
+            if rank in ranks and len(ranks) > 1
+        }
+        self._stages = {
+            first + stage: ProcessStage(
+                self._runners[stage], first + stage, plan, rank, connections, self._reducers.get(stage)
+            )
             for route, first in routes_of(plan).items()
             for stage, home in enumerate(route)
             if home == rank
-        ]
-        self._presence = {stage.stage_index: stage.presence for stage in self._stages}
+        }
         self._row = [plan.bound.codes.action(code) for code in plan.bound.rows[rank]]
-        self._runtime = lowered(plan, rank, self._stages, self._receive)
+        self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
@@ -158,8 +159,7 @@ class TorchEngine(Engine):
             # tensors while Python shuts down, which aborts the process.
             self._reducers.clear()
             self._stages.clear()
-            self._presence.clear()
-            del self._connections, self._buffers, self._runtime, self.group
+            del self._connections, self._runtime, self.group
 
     def _run(self, step: ProcessStep) -> StepState:
         """Run one step, in the worker thread, on the rank's stream."""
@@ -181,7 +181,7 @@ class TorchEngine(Engine):
 
     def _go(self, step: ProcessStep) -> None:
         with ExitStack() as stack:
-            for stage in self._stages:
+            for stage in self._stages.values():
                 stage.begin(step)
                 stack.callback(stage.end)
             if step.loss is None:
@@ -190,13 +190,16 @@ class TorchEngine(Engine):
                 for reducer in self._reducers.values():
                     reducer.begin()
                     stack.callback(reducer.end)
-            self._buffers.begin()
+            before = {stage: versions(self._runners[stage].module) for stage in self._reducers}
             self._runtime([(piece,) for piece in step.inputs])
             step.look(wait=True)
-            for stage in self._stages:
+            for stage in self._stages.values():
                 stage.presence.finish()
                 stage.refuse_overwritten()
-            self._buffers.end()
+            for number, reducer in self._reducers.items():
+                module = self._runners[number].module
+                if name := reducer.settle_buffers(module, self._policy, before[number]):
+                    raise written_error(number, self.rank, name)
         for tied in self.runners.ties if step.loss is not None else ():
             self._add_up(tied)
 
@@ -218,7 +221,7 @@ class TorchEngine(Engine):
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
         """Wait for an action's values from another rank; an evaluation's backwards have none."""
         assert self._step is not None
-        flags = self._presence[stage].under_way(microbatch)
+        flags = self._stages[stage].presence.under_way(microbatch)
         if works or flags:
             self._step.wait(works, flags)
 

@@ -14,7 +14,7 @@ They compute with the same `Stage` as the threads engine: so both engines give t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch import nn
 from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.stage.errors import stage_error
-from pipelab.engine.stage.replicas import Buffers, versions, written, written_error
+from pipelab.engine.stage.replicas import Buffers, versions, written
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
 from pipelab.engine.torchrun.messages import Connections, GradientPresence, ValueMeta, copy_from
 from pipelab.engine.torchrun.runtime import HaltError
@@ -421,6 +421,17 @@ class Reducer:
                 parameter.grad = before
         self._earlier = []
 
+    def settle_buffers(
+        self, module: nn.Module, policy: Buffers, before: dict[str, tuple[torch.Tensor, int]]
+    ) -> str | None:
+        """Copy the lowest rank's buffers to all; or return the name of one that was written into on another rank."""
+        if policy == "lowest":
+            for buffer in module.buffers():
+                copy_from(0, buffer, self._group, self._transport_device)
+        elif dist.get_rank(self._group):
+            return written(before, versions(module))
+        return None
+
 
 _Sum = tuple[Any, torch.Tensor, list[torch.Tensor]]
 """The operation that sums gradients, the gradients one behind the other, and where their sums go."""
@@ -431,41 +442,3 @@ def _take(_: Any, flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
     pieces = flat.split([gradient.numel() for gradient in gradients])
     for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view_as(gradient))
-
-
-class ReplicatedBuffers:
-    """The buffers of the stages on this process, which other processes replicate.
-
-    The policy says whether to refuse writes, or to copy the lowest rank's buffers to all. `runners` and `groups`
-    are, by stage, what runs it here and the processes that hold it, the lowest rank first.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        runners: Mapping[int, Stage],
-        groups: Mapping[int, dist.ProcessGroup],
-        transport_device: torch.device,
-        policy: Buffers,
-    ) -> None:
-        self._rank = rank
-        self._runners = runners
-        self._groups = groups
-        self._transport_device = transport_device
-        self._policy = policy
-        self._before: dict[int, dict[str, tuple[torch.Tensor, int]]] = {}
-
-    def begin(self) -> None:
-        """Record how often each buffer has been written into."""
-        self._before = {stage: versions(runner.module) for stage, runner in self._runners.items()}
-
-    def end(self) -> None:
-        """Refuse writes on other ranks than the lowest, or copy the lowest rank's buffers."""
-        for stage, runner in self._runners.items():
-            if self._policy == "lowest":
-                for buffer in runner.module.buffers():
-                    copy_from(0, buffer, self._groups[stage], self._transport_device)
-            elif dist.get_rank(self._groups[stage]):
-                name = written(self._before[stage], versions(runner.module))
-                if name:
-                    raise written_error(stage, self._rank, name)

@@ -76,17 +76,13 @@ class Supervisor:
     """Runs this process's work in a communication thread, and watches the other processes meanwhile.
 
     After `timeout` seconds without any progress on this process it gives up; `None` waits for ever.
-
-    Attributes:
-        over: why the pipeline has ended; "" until then.
-        abort: ends work that waits for other processes; called once this pipeline has failed.
     """
 
     def __init__(self, rank: int, failures: Failures, timeout: float | None, threads: int) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.over = ""
-        self.abort: Callable[[], None] = lambda: None
+        self.over = ""  # why the pipeline has ended
+        self.abort: Callable[[], None] = lambda: None  # ends work that waits for other processes
         self._failures = failures
         self._thread = communication_thread(f"pipelab-rank-{rank}", threads)
         self._calls = 0

@@ -456,7 +456,7 @@ def test_a_stage_keeps_nothing_of_a_step_for_another_stage_of_its_rank():
         model[2].register_forward_hook(lambda *_: during.append(len(stages[0].made)))
         pipe.step(*plain.batch(4))
         assert during == [0] * len(during)
-        for stage in stages:
+        for stage in stages.values():
             assert not hasattr(stage, "passage")
             assert [stage.given, stage.made, stage.gradients, stage.back] == [{}, {}, {}, {}]
         pipe.step(*plain.batch(4))

@@ -389,8 +389,9 @@ def _words(part: Part) -> str:
 def _mode(module: nn.Module) -> str:
     """Return the mode of a stage's layers: `"train"`, `"eval"`, or how many of them train."""
     layers = [part.training for part in module.modules() if next(part.children(), None) is None]
-    train = sum(layers)
-    return "train" if train == len(layers) else f"{train} of {len(layers)} train" if train else "eval"
+    if all(layers):
+        return "train"
+    return f"{sum(layers)} of {len(layers)} train" if any(layers) else "eval"
 
 
 def _frozen(stage: int, module: nn.Module) -> str:

@@ -166,32 +166,27 @@ def set_clocks(group: dist.ProcessGroup) -> Clock:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     found = torch.zeros(size, 2, dtype=torch.int64)
     for other in range(1, size):
+        rounds = [_round(other, group) for _ in range(_ROUNDS) if rank in (0, other)]
         if rank == 0:
-            length, ahead = min(_ask(other, group) for _ in range(_ROUNDS))
+            length, ahead = min(rounds)
             found[other] = torch.tensor([ahead if abs(ahead) > length // 2 else 0, length // 2])
-        elif rank == other:
-            _answer(group)
     dist.broadcast(found, group=group, group_src=0)
     return Clock(int(found[rank, 0]), int(found[:, 1].max()), time.perf_counter_ns())
 
 
-def _ask(other: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the length of a round, and how far the other clock was ahead of this one."""
+def _round(other: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Let rank 0 ask another process for its time; return how long that took, and how far its clock was ahead."""
     word = torch.zeros(1, dtype=torch.int64)
     asked = time.perf_counter_ns()
-    dist.send(word, group=group, group_dst=other)
-    dist.recv(word, group=group, group_src=other)
-    answered = time.perf_counter_ns()
-    return answered - asked, int(word) - (asked + answered) // 2
-
-
-def _answer(group: dist.ProcessGroup) -> None:
-    """Send this process's time to rank 0 whenever it asks."""
-    word = torch.zeros(1, dtype=torch.int64)
-    for _ in range(_ROUNDS):
+    if dist.get_rank(group) == other:
         dist.recv(word, group=group, group_src=0)
         word[0] = time.perf_counter_ns()
         dist.send(word, group=group, group_dst=0)
+    else:
+        dist.send(word, group=group, group_dst=other)
+        dist.recv(word, group=group, group_src=other)
+    answered = time.perf_counter_ns()
+    return answered - asked, int(word) - (asked + answered) // 2
 
 
 # ── What each process needs of the others' step ───────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class Step:
     def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
         self.loss = loss
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
-        self._times = [[*zip(each.begun, each.ended, strict=True), *each.moves] for each in state.ranks]
+        self._marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
         self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
         self._plan = plan
         self._labels = labels
@@ -268,17 +269,12 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        readings = [
-            clock.nanoseconds([mark for both in times for mark in both])
-            for clock, times in zip(self._clocks, self._times, strict=True)
-        ]
-        origin = min((min(marks) for marks in readings if marks), default=0)
-        times = [[(mark - origin) / 1e6 for mark in marks] for marks in readings]
-        bound, travel = self._plan.bound, self._travel()
-        of_rows = [2 * len(row) for row in bound.rows]
-        starts, ends = ([each[half:many:2] for each, many in zip(times, of_rows, strict=True)] for half in (0, 1))
-        moved = [time for each, many in zip(times, of_rows, strict=True) for time in each[many:]]
-        moves = zip(bound.moves, moved[::2], moved[1::2], strict=False)  # in threads, none are measured
+        readings = [[*map(clock.nanoseconds, marks)] for clock, marks in zip(self._clocks, self._marks, strict=True)]
+        origin = min(chain(*chain(*readings)), default=0)
+        times = [[[(mark - origin) / 1e6 for mark in marks] for marks in rank] for rank in readings]
+        starts, ends, moved = zip(*times, strict=True)
+        edges, travel = [*chain(*moved)], self._travel()
+        moves = zip(self._plan.bound.moves, edges[::2], edges[1::2], strict=False)  # in threads, none are measured
         return Trace(
             self._plan,
             starts,

@@ -49,7 +49,7 @@ from pipelab.engine.stage.replicas import Runners, accumulate
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.updates import UpdatingStage
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
-from pipelab.errors import StageError, StepTimeoutError, UsageError
+from pipelab.errors import StepTimeoutError, UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.plan import Plan
@@ -132,9 +132,12 @@ class ThreadsEngine(Engine):
             raise
         if failed is not None:
             rank, error = self._workers.index(failed.worker), failed.error
+            assert error is not None
             del failed  # the error must not hold itself: with it, it would hold the step's tensors
             remark = self._halt(step, running, _GRACE_SECONDS)
-            raise self._explained(step, rank, error, remark)
+            state = step.ranks[rank]
+            action = state.actions[min(state.position, len(state.actions) - 1)]
+            raise stage_error(error, action, rank, self.devices[rank], remark)
         finish(self.streams, [step.outputs, [] if loss is None else loss.values])
         if loss is not None:
             self._generators.moved()
@@ -193,19 +196,6 @@ class ThreadsEngine(Engine):
                 given_up.append(rank)
         self._start(given_up)
         return sorted(given_up)
-
-    def _explained(self, step: ThreadsStep, rank: int, error: BaseException | None, remark: str) -> BaseException:
-        """Return a worker's error with its place: rank, stage, action."""
-        assert error is not None
-        if isinstance(error, StageError):  # it names its place itself
-            if remark:
-                error.add_note(remark)
-            return error
-        state = step.ranks[rank]
-        action = state.actions[min(state.position, len(state.actions) - 1)]
-        assert action.stage is not None
-        where = (rank, action.stage, action.microbatch, self.devices[rank])
-        return stage_error(error, str(action), *where, remark=remark)
 
     def _status(self, step: ThreadsStep, lead: str) -> str:
         lines = [lead]

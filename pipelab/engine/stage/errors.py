@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from pipelab.engine.device import RankDevice
 from pipelab.errors import PipelabError, StageError
+from pipelab.plan.actions import Action
 from pipelab.plan.fault import students_line
 
 PARTIAL = "gradients are partial now: zero_grad() before the next step"
@@ -21,17 +22,12 @@ _OUT_OF_MEMORY = (
 )
 
 
-def stage_error(
-    error: BaseException,
-    action: str,
-    rank: int,
-    stage: int,
-    microbatch: int | None,
-    runs_on: RankDevice,
-    *,
-    remark: str = "",
-) -> StageError:
+def stage_error(error: BaseException, action: Action, rank: int, runs_on: RankDevice, remark: str = "") -> StageError:
     """Return an error with its place, and what the caller should know besides; the original one is its cause."""
+    if isinstance(error, StageError):  # it names its place itself
+        if remark:
+            error.add_note(remark)
+        return error
     fact, more = str(error), ""
     if not isinstance(error, PipelabError):
         fact = f"{type(error).__name__}: {error}"
@@ -43,9 +39,11 @@ def stage_error(
         more += _OUT_OF_MEMORY
     if remark:
         more += f"\n  {remark}"
+    stage, microbatch = action.stage, action.microbatch
+    assert stage is not None
     of_microbatch = "" if microbatch is None else f", micro-batch {microbatch}"
     message = f"{action} on rank {rank} failed: {fact}\n  stage {stage}{of_microbatch}, on {runs_on}{more}"
-    explained = StageError(message, rank, stage, action)
+    explained = StageError(message, rank, stage, str(action))
     explained.__cause__ = error
     return explained
 

@@ -29,6 +29,7 @@ from pipelab.engine.stage.pytree import Spec, described, map_tensors, rebuild, t
 from pipelab.engine.stage.snapshot import overwrite, unchanged
 from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
+from pipelab.plan.actions import F
 from pipelab.plan.plan import Plan
 
 
@@ -270,8 +271,7 @@ def _try(rank: int, runner: Stage, microbatch: int, value: Any, stream: RankStre
     except EngineError:
         raise
     except Exception as error:
-        where = (rank, runner.index, microbatch, stream.runs_on)
-        raise stage_error(error, f"{runner.index}F{microbatch}", *where) from error
+        raise stage_error(error, F(microbatch, runner.index), rank, stream.runs_on) from error
 
 
 # ── The groups by which messages travel ───────────────────────────────────────────────────────────────────────────────

@@ -310,11 +310,8 @@ class ProcessStage:
         step.peer = None
         try:
             return run_action(step, step.mine, runner, action, act, microbatch, given)
-        except StageError as error:
-            raise HaltError(error) from error
         except Exception as error:
-            place = (self.group_rank, runner.index, microbatch, step.mine.stream.runs_on)
-            raise HaltError(stage_error(error, str(action), *place)) from error
+            raise HaltError(stage_error(error, action, self.group_rank, step.mine.stream.runs_on)) from error
         finally:
             step.look()
 

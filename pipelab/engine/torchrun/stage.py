@@ -162,7 +162,9 @@ class ProcessStage:
         if runner.is_last:
             step.outputs[microbatch] = made
         else:
-            self._require_meta(made, microbatch)
+            meta = step.meta(runner.index, microbatch)
+            if misfit := meta.misfit(made, f"stage {runner.index}", step.counts[microbatch]):
+                raise HaltError(self._error(microbatch, misfit))
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
                 self.made[microbatch] = made  # to be sent
         return made
@@ -314,11 +316,6 @@ class ProcessStage:
             raise HaltError(stage_error(error, action, self.group_rank, step.mine.stream.runs_on)) from error
         finally:
             step.look()
-
-    def _require_meta(self, made: Any, microbatch: int) -> None:
-        meta: ValueMeta = self.step.meta(self.runner.index, microbatch)
-        if misfit := meta.misfit(made, f"stage {self.runner.index}", self.step.counts[microbatch]):
-            raise HaltError(self._error(microbatch, misfit))
 
     def _error(self, microbatch: int, message: str) -> StageError:
         rank, stage = self.group_rank, self.runner.index

@@ -128,7 +128,7 @@ def _records(path: Path) -> tuple[int, list[_Record]]:
 
 def _transfers(entries: Any) -> Collection[tuple[int, _Record]]:
     """Return a file's sends and receives, each with its rank; those that were coalesced have one state."""
-    done = {each["p2p_seq_id"]: each["state"] for each in entries if each["profiling_name"].endswith("coalesced")}
+    done = {entry["p2p_seq_id"]: entry["state"] for entry in entries if entry["profiling_name"].endswith("coalesced")}
     found: dict[Any, tuple[int, _Record]] = {}
     for entry in entries:
         match = _P2P.fullmatch(entry["profiling_name"])
@@ -167,7 +167,7 @@ class _Progress:
         ends = [_end(low, row[index]) for index in at]
         for begin in range(len(at)):
             expected = [ends[(begin + index // tensors) % len(ends)] for index in range(len(records))]
-            if [(each.way, each.peer) for each in records] == expected:
+            if [(record.way, record.peer) for record in records] == expected:
                 gone = round(((records[0].number - 1) / tensors - begin) / len(at)) if records else 0
                 groups = (records[each : each + tensors] for each in range(0, len(records), tensors))
                 states = [next((each.state for each in group if each.state != "completed"), "") for group in groups]

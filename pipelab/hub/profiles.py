@@ -204,10 +204,9 @@ def _events(path: str, events: Any, ahead: float) -> Iterator[_Event]:
     if not isinstance(events, list):
         raise FormatError(f"{path}: 'traceEvents' is {shorten(events)}: expected a list")
     for number, event in enumerate(events):
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        name, kind, args = (event.get(key) for key in ("name", "cat", "args"))
-        if not isinstance(name, str) or not isinstance(kind, str):
+        about = event if isinstance(event, dict) else {}
+        phase, name, kind, args = (about.get(key) for key in ("ph", "name", "cat", "args"))
+        if phase != "X" or not isinstance(name, str) or not isinstance(kind, str):
             continue
         what = next((what for what, names in _NAMES.get(kind, {}).items() if names.fullmatch(name)), "")
         args = args if isinstance(args, dict) else {}
@@ -259,8 +258,8 @@ def _timed(file: File, actions: tuple[Action, ...], start: float, end: float, ar
     """Return when actions ran: on a GPU, what was launched meanwhile; on a CPU, from when their value was there."""
     if file.kernels:
         work = _within(file.kernels, start, end)
-        begun = min((each[1] for each in work), default=start)
-        return Ran(actions, start, begun, max((each[2] for each in work), default=start), arrived)
+        begun = min((start for _, start, _ in work), default=start)
+        return Ran(actions, start, begun, max((end for *_, end in work), default=start), arrived)
     there = start if arrived[0] is None else max(start, arrived[0])
     return Ran(actions, start, min(there, end), end, arrived)
 
@@ -314,7 +313,7 @@ def whole_steps(file: File) -> list[list[Ran]]:
 
 def _is_whole(step: Sequence[Ran]) -> bool:
     """Return whether every forward has its backward, or its weight gradient."""
-    forwards, backwards = ([each for each in _actions(step) if each.kind in kinds] for kinds in ("F", "BW"))
+    forwards, backwards = ([action for action in _actions(step) if action.kind in kinds] for kinds in ("F", "BW"))
     return sorted(map(_place, forwards)) == sorted(map(_place, backwards))
 
 
@@ -365,7 +364,7 @@ def _trace(files: Sequence[File], number: int, name: str) -> Trace:
     shifted = [[time.moved(offset - first) for time in row] for row, offset in zip(times, offsets, strict=True)]
     starts, ends, arrived = zip(*(zip(*row, strict=True) for row in shifted), strict=True)
     delay = travelled(plan.bound, starts, ends, arrived).__getitem__
-    lanes = [f"{'gpu' if each.kernels else 'cpu'}, {each.path}" for each in files]
+    lanes = [f"{'gpu' if file.kernels else 'cpu'}, {file.path}" for file in files]
     return Trace(plan, starts, ends, "ms", "measured", delay, lanes=lanes, note=_note(files, number, aligned))
 
 
@@ -379,16 +378,16 @@ def _note(files: Sequence[File], number: int, aligned: str) -> str:
 
 def _in_order(files: list[File]) -> list[File]:
     """Return the files in the order of the ranks, each with actions on its own stages."""
-    if all(each.spans["label"] for each in files):
-        files = sorted(files, key=lambda each: min(action.stage or 0 for action in _actions(each.steps[0])))
+    if all(file.spans["label"] for file in files):
+        files = sorted(files, key=lambda file: min(action.stage or 0 for action in _actions(file.steps[0])))
     else:
         files = _numbered_by_rank(files)
     owner: dict[Action, str] = {}
-    for each in files:
-        for action in set(_actions(each.steps[0])):
-            if owner.setdefault(action, each.path) != each.path:
+    for file in files:
+        for action in set(_actions(file.steps[0])):
+            if owner.setdefault(action, file.path) != file.path:
                 raise FormatError(
-                    f"{owner[action]} and {each.path} both hold {action}: give the files of one pipeline, without its "
+                    f"{owner[action]} and {file.path} both hold {action}: give the files of one pipeline, without its "
                     "replicas"
                 )
     return files
@@ -396,12 +395,12 @@ def _in_order(files: list[File]) -> list[File]:
 
 def _numbered_by_rank(files: list[File]) -> list[File]:
     """Return files that name no stages by rank, or as they came; each one is a stage."""
-    numbers = [each.rank for each in files]
+    numbers = [file.rank for file in files]
     if None not in numbers and len(set(numbers)) == len(files):
-        files = sorted(files, key=lambda each: each.rank or 0)
+        files = sorted(files, key=lambda file: file.rank or 0)
     _require_ends(files)
-    for stage, each in enumerate(files):
-        for ran in chain.from_iterable(each.steps):
+    for stage, file in enumerate(files):
+        for ran in chain.from_iterable(file.steps):
             ran.actions = tuple(replace(action, stage=stage) for action in ran.actions)
     return files
 
@@ -424,9 +423,9 @@ def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int,
     """Return how many stages and micro-batches there are."""
     places = [_place(action) for action in _actions(chain.from_iterable(chosen))]
     stages = {stage for stage, _ in places}
-    labels = chain.from_iterable(each.spans["label"] for each in files)
+    labels = chain.from_iterable(file.spans["label"] for file in files)
     moved = filter(None, (MOVED.fullmatch(name) for _, _, name in labels))  # where a value goes to or comes from
-    ends = (int(each[1]) + (1 if each[2] + each[3] in ("SENDF", "RECVB") else -1) for each in moved)
+    ends = (int(move[1]) + (1 if move[2] + move[3] in ("SENDF", "RECVB") else -1) for move in moved)
     last, missing = max(chain(stages, ends)), next(stage for stage in count() if stage not in stages)
     if missing <= last:
         raise FormatError(
@@ -438,7 +437,7 @@ def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int,
 
 def _median(files: Sequence[File]) -> int:
     """Return which step has the median length."""
-    steps = zip(*(each.steps for each in files), strict=True)
+    steps = zip(*(file.steps for file in files), strict=True)
     lengths = [max(row[-1].end - row[0].start for row in rows) for rows in steps]
     return lengths.index(median_low(lengths))
 

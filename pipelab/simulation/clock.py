@@ -95,12 +95,6 @@ def simulate(
         begun, ended = _by_network(bound, lasts, delay, paired, busy=cost.sender == "busy")
     else:
         begun, ended = _clock(bound, walk.order, lasts, delay, paired)
-    notes = {
-        "stage 0 as run": cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds),
-        f"order {order}": queued and order != "pytorch",
-        f"at most {sends} sends under way": sends is not None,
-        f"transport {transport}": transport != "buffered",
-    }
     return Trace(
         plan,
         [[begun[code] for code in row] for row in bound.rows],
@@ -110,8 +104,19 @@ def simulate(
         transfers=transfers,
         moves=[Event(move.rank, move.action, begun[move.code], ended[move.code]) for move in bound.moves],
         costs=partial(cost.table, plan),
-        note=", ".join(note for note, applies in notes.items() if applies),
+        note=", ".join(_notes(bound, cost, order if queued else "pytorch", transport, sends)),
     )
+
+
+def _notes(bound: BoundPlan, cost: Cost, order: Order, transport: Transport, sends: int | None) -> list[str]:
+    """Return what is not as usual."""
+    notes = {
+        "stage 0 as run": cost.first_stage == "as-run" and not set(HALVES).isdisjoint(bound.kinds),
+        f"order {order}": order != "pytorch",
+        f"at most {sends} sends under way": sends is not None,
+        f"transport {transport}": transport != "buffered",
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def _by_slots(plan: Plan) -> Traversal:

@@ -412,7 +412,7 @@ class Cost:
         half = [time / 2 for time in given["backward"]]
         work = {"input_grad": half, "weight_grad": half, "recompute": given["forward"], **given}
         longest = max(map(len, work.values()))
-        work = {name: each * (longest // len(each)) for name, each in work.items()}
+        work = {name: times * (longest // len(times)) for name, times in work.items()}
         if self.first_stage == "as-run":
             work["input_grad"][:: plan.stages] = [0.0] * (longest // plan.stages)
             work["weight_grad"][:: plan.stages] = work["backward"][:: plan.stages]

@@ -87,7 +87,7 @@ def _with_halves(
             f"split is a trace of {traces[0].name}, which has no I and W: run one that splits backwards, such as "
             "zb-h1, or give the ratio (I + W) / B"
         )
-    return {each: time for each, time in times.items() if each[0] not in HALVES} | halves, 1.0
+    return {key: time for key, time in times.items() if key[0] not in HALVES} | halves, 1.0
 
 
 def _ratio(split: Any) -> float:

@@ -132,14 +132,14 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradie
 def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> tuple[Held, ...]:
     """Return what a rank holds after each change."""
     bound = trace.plan.bound
-    found = [(each.end, each.giver, (0, 0, -size, 0)) for each in sent]  # weights, gradients, activations, outputs
+    found = [(value.end, value.giver, (0, 0, -size, 0)) for value in sent]  # weights, gradients, activations, outputs
     for (code, start, end), change in zip(trace.ran(rank), memory.changes(bound, rank), strict=True):
         action = bound.codes.action(code)
         found += [
             (start, action, (change.weights, change.gradients, change.activations, change.outputs)),
             (end, action, (-change.forgotten, -change.dropped, -change.freed, 0)),
         ]
-    found += [(each.start - each.queued, each.giver, (0, 0, size, 0)) for each in sent]
+    found += [(value.start - value.queued, value.giver, (0, 0, size, 0)) for value in sent]
     weights, optimizer = memory.always(bound, rank)
     gradients = activations = outputs = 0
     held = [Held(trace.start, None, weights, gradients, optimizer, activations, outputs)]

@@ -304,9 +304,8 @@ class _Program:
         for start, links in zip(self.starts, work.network(rooms).follows, strict=True):
             for before, what in links:
                 self.model.add(start >= ends[before] + floor(work.lags[what] / self.tick + _ROUNDED))
-        spans = [
-            self.model.new_fixed_size_interval_var(*each, "") for each in zip(self.starts, self.times, strict=True)
-        ]
+        timed = zip(self.starts, self.times, strict=True)
+        spans = [self.model.new_fixed_size_interval_var(start, time, "") for start, time in timed]
         for rank in range(work.plan.ranks):
             self.model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
 

@@ -66,7 +66,7 @@ def read(data: object) -> dict[str, Any]:
         for position, (start, end) in enumerate(zip(*both, strict=True)):
             if end < start:
                 raise FormatError(f"rank {rank}, position {position} ends at {end}, before its start at {start}")
-    costs = {each: _times(times, f"'costs', {each}") for each, times in _field(data, "costs", dict).items()}
+    costs = {kind: _times(times, f"'costs', {kind}") for kind, times in _field(data, "costs", dict).items()}
     return {
         "plan": plan,
         "starts": starts,
@@ -125,17 +125,17 @@ def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
     listed = [{codes.action(code) for code in row} for row in plan.bound.rows]
     anywhere = set().union(*listed)
     transfers: list[Transfer] = []
-    for number, each in enumerate(_field(data, "transfers", list)):
+    for number, parts in enumerate(_field(data, "transfers", list)):
         where = f"'transfers', number {number}"
-        if len(_is(each, list, where)) not in (len(_PARTS), len(_PARTS + _BEHIND)):
-            parts = f"{', '.join(_PARTS)}, and maybe {', '.join(_BEHIND)} of the one before it"
-            raise FormatError(f"{where} is {shorten(each)}: expected {parts}")
-        ranks, ends = each[:2], [Action.parse(_is(text, str, where)) for text in each[2:4]]
+        if len(_is(parts, list, where)) not in (len(_PARTS), len(_PARTS + _BEHIND)):
+            words = f"{', '.join(_PARTS)}, and maybe {', '.join(_BEHIND)} of the one before it"
+            raise FormatError(f"{where} is {shorten(parts)}: expected {words}")
+        ranks, ends = parts[:2], [Action.parse(_is(text, str, where)) for text in parts[2:4]]
         for rank, action in zip(ranks, ends, strict=True):
             if not 0 <= _is(rank, int, where) < plan.ranks or action not in listed[rank]:
                 raise FormatError(f"{where} names {shorten(action)} on rank {shorten(rank)}, which does not list it")
-        times = [time_of(time, where) for time in each[4:6]]
-        transfers.append(Transfer(*ranks, *ends, *times, *_behind(each[6:], anywhere, where)))
+        times = [time_of(time, where) for time in parts[4:6]]
+        transfers.append(Transfer(*ranks, *ends, *times, *_behind(parts[6:], anywhere, where)))
     return transfers
 
 
@@ -144,10 +144,10 @@ def _moves(data: dict[str, Any], plan: Plan) -> list[Event]:
     listed, moves = _field({"moves": [], **data}, "moves", list), plan.bound.moves
     if len(listed) not in (0, len(moves)):
         raise FormatError(f"'moves' has {len(listed)} entries for {len(moves)} moves of the plan")
-    times = [_times(each, f"'moves', number {number}") for number, each in enumerate(listed)]
-    if any(len(each) != 2 for each in times):
+    times = [_times(move, f"'moves', number {number}") for number, move in enumerate(listed)]
+    if any(len(both) != 2 for both in times):
         raise FormatError("'moves': expected start and end of each")
-    return [Event(move.rank, move.action, *each) for move, each in zip(moves, times, strict=False)]
+    return [Event(move.rank, move.action, *both) for move, both in zip(moves, times, strict=False)]
 
 
 def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[float, tuple[Action, Action]] | tuple[()]:

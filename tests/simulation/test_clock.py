@@ -320,3 +320,10 @@ def test_a_cost_may_be_left_out(plan):
     assert (nothing.makespan, nothing.bubble) == (0, 0)
     with pytest.raises(TypeError, match=r"cost=\(1, 2\): expected a Cost, such as pipelab.Cost\("):
         simulate(plan, (1, 2))
+
+
+def test_a_trace_notes_what_was_not_as_usual():
+    more = {"order": "at-use", "transport": "edge", "max_outstanding_sends": 2}
+    noted = simulate(pipelab.ZBH1(2, 4), Cost(first_stage="as-run"), **more).note
+    assert noted == "stage 0 as run, order at-use, at most 2 sends under way, transport edge"
+    assert simulate(pipelab.OneFOneB(2, 4), Cost(first_stage="as-run"), order="at-use").note == ""

@@ -34,7 +34,7 @@ class Loss:
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the loss of one micro-batch, without its weight; store its value."""
         try:
-            loss: Any = self.function(output, self.targets[microbatch])
+            loss: object = self.function(output, self.targets[microbatch])
         except Exception as error:
             error.add_note(f"in the loss of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}")
             raise

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import contextmanager
+
 import plain
 import pytest
+import torch
 from strategies import in_order
 from torch import nn
 
@@ -54,3 +58,17 @@ def assert_trains(pipe, model, batch=8, loss=mse, within=None):
     else:
         assert plain.difference(gradients, expected) <= (within or 1e-6)
     return step
+
+
+@contextmanager
+def no_trace(*modules):
+    """Assert that parameters, buffers, gradients, modes and random numbers are as before."""
+    parts = [part for module in modules for part in module.modules()]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    held, modes = [parameter.grad for parameter in parameters], [part.training for part in parts]
+    kept, random_state = copy.deepcopy((held, [module.state_dict() for module in modules])), torch.get_rng_state()
+    yield
+    assert [part.training for part in parts] == modes
+    assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, held, strict=True))
+    torch.testing.assert_close((held, [module.state_dict() for module in modules]), kept, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipes import mse
 from types import SimpleNamespace
 
 import plain
@@ -14,7 +15,6 @@ from pipelab import GPipe, Pipeline
 from pipelab.engine.device import RankDevice, rank_devices, share_evenly
 from pipelab.errors import DeviceError, UsageError
 
-mse = nn.functional.mse_loss
 CPU = torch.device("cpu")
 
 
@@ -33,14 +33,10 @@ def machine(monkeypatch):
     return pretend
 
 
-def test_without_a_gpu_every_rank_is_on_the_cpu(machine):
-    machine(0)
-    assert pipelab.devices(3) == [CPU] * 3
-
-
-def test_with_enough_gpus_every_rank_has_its_own(machine):
-    machine(4)
-    assert pipelab.devices(3) == list(gpus(3))
+@pytest.mark.parametrize(("count", "slots"), [(0, [CPU] * 3), (4, gpus(3))])
+def test_every_rank_has_a_gpu_of_its_own_or_there_is_none(machine, count, slots):
+    machine(count)
+    assert pipelab.devices(3) == slots
 
 
 def test_with_fewer_gpus_they_are_shared_and_it_is_said(machine):
@@ -78,13 +74,9 @@ def test_shares_differ_by_at_most_one(count, n):
 
 def test_devices_may_be_shares_devices_or_names(machine):
     machine(2)
+    first, second = map(RankDevice, gpus(2))
     wanted = [RankDevice(CPU, "mine"), torch.device("cuda", 1), "cuda", "cpu"]
-    assert rank_devices(wanted, 4) == [
-        RankDevice(CPU, "mine"),
-        RankDevice(gpus(2)[1]),
-        RankDevice(gpus(1)[0]),
-        RankDevice(CPU),
-    ]
+    assert rank_devices(wanted, 4) == [RankDevice(CPU, "mine"), second, first, RankDevice(CPU)]
 
 
 @pytest.mark.parametrize(

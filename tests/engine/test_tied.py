@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import plain
 import processes
 import pytest
 import torch
@@ -14,21 +15,12 @@ from pipelab.errors import EngineError
 WORDS = 11
 
 
-class LanguageModel(nn.Module):
-    """Embedding, blocks, and a head with the embedding's weight."""
-
-    def __init__(self, blocks=6):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
-        self.head = nn.Linear(8, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        for block in self.blocks:
-            hidden = torch.tanh(block(hidden)) + hidden
-        return self.head(hidden)
+def blocks_of(self, ids):
+    """Run embedding, blocks, and a head with the embedding's weight."""
+    hidden = self.embed(ids)
+    for block in self.blocks:
+        hidden = torch.tanh(block(hidden)) + hidden
+    return self.head(hidden)
 
 
 def sequence(blocks=6):
@@ -49,10 +41,8 @@ def loss(output, target):
 
 def plain_gradients(model, x, y):
     model.zero_grad()
-    loss(model(x), y).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return found
+    plain.at_once(model, loss, x, y)
+    return plain.taken(model)
 
 
 def require_equal(model, expected):
@@ -74,14 +64,15 @@ def test_every_schedule_adds_up_a_tied_weight_once(name):
 
 
 def test_a_traced_model_keeps_its_tie():
-    model = LanguageModel()
-    x, y = batch()
+    embed, head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
+    head.weight = embed.weight
+    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+    model, (x, y) = plain.Made(blocks_of, embed=embed, blocks=blocks, head=head), batch()
     expected = plain_gradients(model, x, y)
     with Pipeline(split(model, 3, example=x[:2]), pipelab.OneFOneB(3, 4), loss) as pipe:
-        pipe.step(x, y)
-        require_equal(model, expected)
-        pipe.step(x, y)
-        require_equal(model, {name: 2 * gradient for name, gradient in expected.items()})
+        for times in (1, 2):
+            pipe.step(x, y)
+            require_equal(model, {name: times * gradient for name, gradient in expected.items()})
         assert pipe.verify(x, y).parameters == len(expected)
         torch.testing.assert_close(pipe.forward(x), model(x))
 
@@ -92,32 +83,28 @@ def test_training_clipping_and_saving_see_one_parameter():
     other.load_state_dict(model.state_dict())
     x, y = batch()
     with Pipeline(model, pipelab.replicate(pipelab.OneFOneB(2, 4), 2), loss) as pipe:
-        ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (pipe, other))
-        assert len(ours.param_groups[0]["params"]) == len(list(other.parameters()))
+        both = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (pipe, other)]
+        assert len(both[0].param_groups[0]["params"]) == len(list(other.parameters()))
         for _ in range(3):
-            ours.zero_grad()
-            theirs.zero_grad()
+            for optimizer in both:
+                optimizer.zero_grad()
             pipe.step(x, y)
             loss(other(x), y).backward()
-            torch.testing.assert_close(
-                pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(other.parameters(), 0.5), rtol=1e-5, atol=0
-            )
-            ours.step()
-            theirs.step()
+            norms = pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+            for optimizer in both:
+                optimizer.step()
         state = pipe.state_dict()
     assert state.keys() == other.state_dict().keys()
     torch.testing.assert_close(state, other.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_the_same_step_gives_the_same_bits_every_time():
-    model = sequence()
-    x, y = batch()
-    found = []
+    model, batches, found = sequence(), batch(), []
     with Pipeline(model, pipelab.GPipe(4, 8), loss) as pipe:
         for _ in range(5):
-            model.zero_grad()
-            pipe.step(x, y)
-            found.append(model[0].weight.grad.clone())
+            pipe.step(*batches)
+            found.append(plain.taken(model)["0.weight"])
     assert all(torch.equal(found[0], each) for each in found)
 
 

@@ -1,6 +1,7 @@
 """Broken and hostile files: whatever one holds, it is read or refused, and nothing raw of it reaches a reader.
 
-Each function does one experiment, which its seed decides, and returns what went wrong, or `None`.
+Each function does one experiment, which its seed decides, and returns what went wrong, or `None`. An exception is a
+failure too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +74,14 @@ def places(data: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def flipped(chance: random.Random, written: bytes) -> bytes:
+    """Return bytes of which some bits have changed."""
+    changed = bytearray(written)
+    for _ in range(chance.choice((1, 3, 30))):
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
 def mutated(chance: random.Random, data: dict[str, Any]) -> bytes:
     """Return the JSON of a trace with some changes, of its values or of its bytes."""
     if "starts" in data and chance.random() < 0.2:
@@ -101,10 +110,7 @@ def mutated(chance: random.Random, data: dict[str, Any]) -> bytes:
     if how == 0:
         written = written[: chance.randrange(len(written))]
     elif how == 1:
-        flipped = bytearray(written)
-        for _ in range(chance.choice((1, 3, 30))):
-            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
-        written = bytes(flipped)
+        written = flipped(chance, written)
     elif how == 2:
         deep = chance.choice((10, 100_000))
         at = written.find(b": ", chance.randrange(len(written))) + 2
@@ -129,33 +135,30 @@ def shown(trace: pipelab.Trace, chance: random.Random) -> dict[str, str]:
     return drawn
 
 
-def failure(what: str, error: BaseException) -> str:
-    return f"{what}: {''.join(traceback.format_exception(error, limit=-4)).strip()}"
-
-
 def fuzz_trace_file(seed: int) -> str | None:
     """Break a trace's file: it is refused with a FormatError, or it loads and is drawn."""
     chance = random.Random(seed)
     written = mutated(chance, good(chance, unit=chance.choice(("", "ms"))))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, in_time(f"{len(written)} bytes"):
         path = Path(folder) / "trace.json"
         path.write_bytes(written)
-        began = time.monotonic()
         try:
             trace = pipelab.Trace.load(path)
         except FormatError:
-            trace = None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}, load", error)
-        try:
-            if trace is not None:
-                shown(trace, chance)
-                if pipelab.Trace.load(trace.save(path)) != trace:
-                    return f"seed {seed}: another trace after saving and loading"
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}, drawing", error)
+            return None
+        shown(trace, chance)
+        if pipelab.Trace.load(trace.save(path)) != trace:
+            return f"seed {seed}: another trace after saving and loading"
+    return None
+
+
+@contextlib.contextmanager
+def in_time(what: str) -> Iterator[None]:
+    """Fail if this takes too long."""
+    began = time.monotonic()
+    yield
     took = time.monotonic() - began
-    return f"seed {seed}: {took:.0f} s" if took > SLOW else None
+    assert took < SLOW, f"{took:.0f} s for {what}"
 
 
 PROFILES = Path(__file__).parent.parent / "hub" / "profiles"
@@ -195,14 +198,9 @@ def fuzz_profile(seed: int) -> str | None:
             trace = profiles.load(paths)
         except FormatError:
             return None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}, load", error)
-        try:
-            shown(trace, chance)
-            trace.ledger  # noqa: B018 - it is computed when read
-            pipelab.what_if(trace, 0)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}, drawing", error)
+        shown(trace, chance)
+        trace.ledger  # noqa: B018 - it is computed when read
+        pipelab.what_if(trace, 0)
     return None
 
 
@@ -240,29 +238,19 @@ def fuzz_csv(seed: int) -> str | None:
     empty = chance.choice(("", '""', '""'))
     written = chance.choice(("\n", "\r\n", "\r")).join(",".join(row) or empty for row in rows).encode()
     if written and chance.random() < 0.2:
-        flipped = bytearray(written)
-        for _ in range(chance.choice((1, 3, 30))):
-            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
-        written = bytes(flipped)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+        written = flipped(chance, written)
+    # A UserWarning is of the losses' order.
+    refusals = contextlib.suppress(FormatError, UserWarning)
+    with tempfile.TemporaryDirectory() as folder, in_time(f"{len(written)} bytes"), refusals:
         path = Path(folder) / "plan.csv"
         path.write_bytes(written)
-        try:
-            plan = pipelab.Plan.from_csv(path)
-            str(plan)
-            if not pipelab.check(plan):
-                shown(pipelab.simulate(plan), chance)
-                if pipelab.Plan.from_csv(plan.to_csv(path)) != plan:
-                    return f"seed {seed}: another plan after writing and reading"
-        except FormatError:
-            pass
-        except UserWarning:  # of the losses' order
-            pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}", error)
-    took = time.monotonic() - began
-    return f"seed {seed}: {took:.0f} s for {len(written)} bytes" if took > SLOW else None
+        plan = pipelab.Plan.from_csv(path)
+        str(plan)
+        if not pipelab.check(plan):
+            shown(pipelab.simulate(plan), chance)
+            if pipelab.Plan.from_csv(plan.to_csv(path)) != plan:
+                return f"seed {seed}: another plan after writing and reading"
+    return None
 
 
 def command(*arguments: str) -> str:
@@ -294,22 +282,19 @@ def fuzz_injection(seed: int) -> str | None:
         path = Path(folder) / "trace.json"
         path.write_text(json.dumps(data), encoding="utf-8")
         seen: dict[str, str] = {}
-        try:
-            for name in ("check", "simulate", "compare", "draw"):
-                save = ("-o", f"{folder}/out.{chance.choice(('html', 'txt', 'csv', 'svg'))}") if name == "draw" else ()
-                seen[name] = command(name, str(path), *save)
-            seen |= {file.name: file.read_text("utf-8") for file in Path(folder).glob("out.*") if file.suffix != ".csv"}
-            if not faulty:
-                trace = pipelab.Trace.load(path)
-                seen |= {name: drawn for name, drawn in shown(trace, chance).items() if name != "narrow text"}
-                plan = pipelab.Plan(trace.plan.rows[:1], name=trace.name)
-                try:
-                    pipelab.simulate(plan)
-                except PipelabError as error:
-                    seen["faults"] = str(error)
-                seen["graph"] = graph.dot(trace.plan)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is looked for
-            return failure(f"seed {seed}", error)
+        for name in ("check", "simulate", "compare", "draw"):
+            save = ("-o", f"{folder}/out.{chance.choice(('html', 'txt', 'csv', 'svg'))}") if name == "draw" else ()
+            seen[name] = command(name, str(path), *save)
+        seen |= {file.name: file.read_text("utf-8") for file in Path(folder).glob("out.*") if file.suffix != ".csv"}
+        if not faulty:
+            trace = pipelab.Trace.load(path)
+            seen |= {name: drawn for name, drawn in shown(trace, chance).items() if name != "narrow text"}
+            plan = pipelab.Plan(trace.plan.rows[:1], name=trace.name)
+            try:
+                pipelab.simulate(plan)
+            except PipelabError as error:
+                seen["faults"] = str(error)
+            seen["graph"] = graph.dot(trace.plan)
     for where, out in seen.items():
         is_markup = where in ("page", "figure") or where.endswith(("html", "svg"))
         layout = "\n\t" if is_markup or where == "graph" else "\n"

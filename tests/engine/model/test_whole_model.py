@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pipes import refused
 
 import plain
 import processes
@@ -18,20 +19,17 @@ LOSS = nn.MSELoss()
 PLAN = pipelab.OneFOneB(3, 4)
 
 
-class Model(nn.Module):
-    """A head, blocks and an end; one block fails on demand."""
+def runs(self, x):
+    x = self.embed(x)
+    for block in self.blocks:
+        x = block(x)
+    return self.head(x)
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(4, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
-        self.head = nn.Linear(6, 2)
 
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def entire():
+    """Return an entry, blocks and a head."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
+    return plain.Made(runs, embed=nn.Linear(4, 6), blocks=blocks, head=nn.Linear(6, 2))
 
 
 def stages(model):
@@ -43,7 +41,7 @@ def batch():
 
 
 def test_state_parameters_and_optimizer_have_the_models_names():
-    model = Model()
+    model = entire()
     with Pipeline(stages(model), PLAN, LOSS, whole_model=model) as pipe:
         pipe.step(*batch())
         assert pipe.state_dict().keys() == model.state_dict().keys()
@@ -56,7 +54,7 @@ def test_state_parameters_and_optimizer_have_the_models_names():
 
 
 def test_errors_name_the_models_layers():
-    model = Model()
+    model = entire()
     with Pipeline(stages(model), PLAN, LOSS, whole_model=model, watch_nan=True) as pipe:
         handle = model.blocks[2][0].register_forward_pre_hook(lambda *_: (torch.zeros(2, 5),))
         with pytest.raises(StageError, match=r"in layer blocks\.2\.0, Linear"):
@@ -72,7 +70,7 @@ def test_errors_name_the_models_layers():
 
 
 def test_a_wrong_gradient_is_named_by_the_model():
-    model = Model()
+    model = entire()
     with Pipeline(stages(model), PLAN, LOSS, whole_model=model) as pipe:
         right = pipe.run
         pipe.run = lambda *given, **more: (right(*given, **more), model.blocks[2][1].bias.grad.mul_(2))[0]
@@ -81,7 +79,7 @@ def test_a_wrong_gradient_is_named_by_the_model():
 
 
 def test_a_part_that_is_not_of_the_model_or_of_no_stage_is_refused():
-    model = Model()
+    model = entire()
     strange = nn.Sequential(*stages(model)[2:], nn.Linear(2, 2))
     copied = nn.Sequential(*model.blocks[1:])
     copied[1][1] = copy.deepcopy(model.blocks[2][1])
@@ -104,7 +102,7 @@ def test_a_part_that_is_not_of_the_model_or_of_no_stage_is_refused():
 
 
 def test_a_layer_of_the_model_replaced_later_and_a_hook_on_it_are_refused():
-    model = Model()
+    model = entire()
     with Pipeline(stages(model), PLAN, LOSS, whole_model=model) as pipe:
         handle = model.register_forward_hook(lambda *_: None)
         with pytest.raises(SplitError, match="the whole model has 1 forward hook"):
@@ -117,29 +115,27 @@ def test_a_layer_of_the_model_replaced_later_and_a_hook_on_it_are_refused():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_compiled_stages_train_as_plain_ones_and_keep_the_names(name):
-    model, other = Model().eval(), Model().eval()
+    model, other = entire().eval(), entire().eval()
     other.load_state_dict(model.state_dict())
     compiled = [torch.compile(stage, backend="aot_eager") for stage in stages(model)]
     with Pipeline(compiled, pipelab.schedules[name](3, 4), LOSS, whole_model=model) as pipe:
-        ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.05) for each in (pipe, other))
+        both = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (pipe, other)]
         for _ in range(3):
             x, y = batch()
-            ours.zero_grad()
-            theirs.zero_grad()
+            for optimizer in both:
+                optimizer.zero_grad()
             pipe.step(x, y)
             plain.one_after_another(other, LOSS, x, y, 4)
-            ours.step()
-            theirs.step()
+            for optimizer in both:
+                optimizer.step()
         assert pipe.verify(x, y).exact
         assert plain.equal(pipe.state_dict(), other.state_dict())
 
 
 def test_a_compiled_stage_on_several_ranks_is_refused_in_threads():
-    model = Model().eval()
+    model = entire().eval()
     compiled = [torch.compile(stage, backend="eager") for stage in stages(model)]
-    with Pipeline(compiled, pipelab.replicate(PLAN, 2), LOSS, whole_model=model) as pipe:  # noqa: SIM117
-        with pytest.raises(StageError, match="a compiled function"):
-            pipe.step(*batch())
+    refused("a compiled function", compiled, pipelab.replicate(PLAN, 2), batch(), LOSS, whole_model=model)
 
 
 @pytest.mark.dist

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from pipes import refused
 
 import plain
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from pipelab import GPipe, Pipeline
+from pipelab import GPipe
 from pipelab.engine.stage.batch import join, row_counts, rows_of, split_batch, weights_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
@@ -22,15 +22,13 @@ Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - what students' data se
 
 @given(rows=st.integers(1, 200), microbatches=st.integers(1, 200))
 def test_rows_are_dealt_out_evenly_the_first_micro_batches_taking_the_extra(rows, microbatches):
-    if rows < microbatches:
-        with pytest.raises(
-            BatchError,
-            match=rf"{rows} rows? cannot fill {microbatches} micro-batches: use at most {rows} .*drop_last=True",
-        ):
-            row_counts(rows, microbatches)
+    if rows >= microbatches:
+        counts = [len(piece) for piece in torch.arange(rows).tensor_split(microbatches)]
+        assert row_counts(rows, microbatches) == counts
         return
-    counts = row_counts(rows, microbatches)
-    assert counts == [len(piece) for piece in torch.arange(rows).tensor_split(microbatches)]
+    told = rf"{rows} rows? cannot fill {microbatches} micro-batches: use at most {rows} .*drop_last=True"
+    with pytest.raises(BatchError, match=told):
+        row_counts(rows, microbatches)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +66,12 @@ def test_a_batch_split_and_joined_is_the_batch(value, microbatches):
     assert all(torch.equal(ours, whole) for ours, whole in zip(tensors_of(joined), tensors_of(value), strict=True))
 
 
-def test_micro_batches_are_views_of_the_batch():
+def test_micro_batches_are_views_of_the_batch_and_share_what_is_no_tensor():
     x = torch.zeros(5, 2)
-    for piece in split_batch(x, [3, 2]):
-        piece += 1
+    pieces = split_batch({"x": x, "mode": "causal", "none": None}, [3, 2])
+    for piece in pieces:
+        piece["x"] += 1
     assert torch.equal(x, torch.ones(5, 2))
-
-
-def test_what_is_no_tensor_goes_along_with_every_micro_batch():
-    pieces = split_batch({"x": torch.arange(4), "mode": "causal", "none": None}, [2, 2])
     assert [piece["mode"] for piece in pieces] == ["causal", "causal"]
     assert join(pieces)["mode"] == "causal"
     assert join(pieces)["none"] is None
@@ -97,6 +92,11 @@ def test_mean_weighs_by_rows_and_sums_to_one(counts):
 
 def test_sum_weighs_one():
     assert weights_of("sum", [3, 2], [None, None]) == [1, 1]
+
+
+def test_an_error_in_the_reduction_itself_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        weights_of(lambda target: 1 / target, [2], [0])
 
 
 @pytest.mark.parametrize("number", [float, torch.tensor, lambda weight: torch.tensor(weight, dtype=torch.float64)])
@@ -122,17 +122,10 @@ def test_what_is_no_weight_is_refused_with_its_micro_batch_and_value(weight):
     assert str(weight)[:5] in str(refused.value)
 
 
-def test_an_error_in_the_reduction_itself_is_the_callers():
-    with pytest.raises(ZeroDivisionError):
-        weights_of(lambda target: 1 / target, [2], [0])
-
-
 def test_a_reduction_that_returns_no_weight_is_refused_before_anything_runs():
-    model, (x, y) = plain.mlp(2), plain.batch(4)
-    with Pipeline(model, GPipe(2, 2), nn.functional.mse_loss, reduction=lambda y: y.sum(1)) as pipe:
-        with pytest.raises(BatchError, match="for micro-batch 0: expected a finite number"):
-            pipe.step(x, y)
-        assert all(parameter.grad is None for parameter in model.parameters())
+    model, told = plain.mlp(2), "for micro-batch 0: expected a finite number"
+    refused(told, model, GPipe(2, 2), 4, error=BatchError, reduction=lambda y: y.sum(1))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_trees_are_taken_apart_rebuilt_and_mapped():

@@ -25,6 +25,11 @@ def everyone(*pids):
     return [{**HERE, "pid": pid} for pid in pids]
 
 
+def all_here(many=2):
+    """Return as many processes, which are all this one."""
+    return everyone(*[os.getpid()] * many)
+
+
 def ended_process():
     """Return the number of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", ""])
@@ -32,52 +37,46 @@ def ended_process():
     return child.pid
 
 
-class Gone:
-    """A store whose process is gone."""
+class Answers:
+    """A store that answers everything alike."""
+
+    def __init__(self, answer):
+        self.answer = answer
 
     def __getattr__(self, name):
-        def lost(*_):
-            raise dist.DistNetworkError("Connection was likely closed")
-
-        return lost
+        return self.answer
 
 
-class Silent:
-    """A store that no network leads to: whoever asks it waits."""
+def lost(*_):
+    raise dist.DistNetworkError("Connection was likely closed")
 
-    def __init__(self):
-        self.asked = 0
-        self.back = threading.Event()
 
-    def __getattr__(self, name):
-        def stuck(*_):
-            self.asked += 1
-            self.back.wait()
-
-        return stuck
+GONE = Answers(lost)
+"""A store whose process is gone."""
 
 
 @pytest.fixture
 def silent():
-    store = Silent()
-    yield store
-    store.back.set()
+    """A store that no network leads to, so that whoever asks it waits; and who has asked it."""
+    asked, back = [], threading.Event()
+    yield Answers(lambda *given: asked.append(given) or back.wait()), asked
+    back.set()
 
 
 def test_an_answering_store_passes_on_what_the_store_answers_and_raises():
     store = AnsweringStore(dist.HashStore(), timeout=1)
     store.set("a", "1")
     assert store.get("a") == b"1"
-    assert store.check(["a"])
-    assert not store.check(["a", "b"])
+    assert (store.check(["a"]), store.check(["a", "b"])) == (True, False)
     assert store.compare_set("b", "", "2") == b"2"
     with pytest.raises(dist.DistNetworkError, match="likely closed"):
-        AnsweringStore(Gone(), timeout=1).check(["a"])
+        AnsweringStore(GONE, timeout=1).check(["a"])
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(silent, monkeypatch):
+    store, asked = silent
     monkeypatch.setattr("pipelab.engine.torchrun.supervisor._SHORTEST_SECONDS", 0.2)
-    failures = Failures(AnsweringStore(silent, timeout=0.1), 0, everyone(os.getpid(), os.getpid()))
+    failures = Failures(AnsweringStore(store, timeout=0.1), 0, all_here())
     words = "this job's store has not answered for 0.2 s: its host, or the network to it, is gone"
     assert failures.first_failure() == Failure(-1, words, alive=False)
     began = time.monotonic()
@@ -86,7 +85,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(silent, monkeypatch):
         supervisor.run(lambda: time.sleep(1), Status(lambda: "computes"))
     supervisor.close()
     assert time.monotonic() - began < 20
-    assert silent.asked == 1
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("timeout", "seconds"), [(1, 10), (60, 60), (900, 300), (None, 300)])
@@ -96,7 +95,7 @@ def test_a_store_may_take_as_long_as_a_step_within_limits(timeout, seconds):
 
 def test_the_first_to_fail_is_the_one_that_all_are_told_of():
     store = dist.HashStore()
-    first, second = (Failures(store, rank, everyone(os.getpid(), os.getpid())) for rank in range(2))
+    first, second = (Failures(store, rank, all_here()) for rank in range(2))
     assert first.first_failure() is None
     told: list[Failure] = []
     telling = threading.Thread(target=lambda: told.append(second.report(1, "rank 1 failed: a bug", alive=True)))
@@ -127,7 +126,7 @@ def test_nothing_is_said_of_processes_whose_numbers_mean_nothing_here(elsewhere)
 
 
 def test_where_the_store_is_gone_its_holder_is():
-    failures = Failures(Gone(), 1, everyone(os.getpid(), os.getpid()))
+    failures = Failures(GONE, 1, all_here())
     assert failures.first_failure().rank == 0
     assert "the process that holds this job's store is gone" in failures.first_failure().message
     assert failures.report(1, "rank 1 failed", alive=True).message == "rank 1 failed"  # it needs no store for that
@@ -139,18 +138,16 @@ DROPPED = "its script ended, or dropped its pipeline, without closing it"
 
 
 def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it(tmp_path):
-    file = str(tmp_path / "store")
-    store = dist.FileStore(file, 2)
-    subprocess.run(
-        [sys.executable, processes.SCRIPTS / "ends.py", file], check=True, env=processes.environment(), timeout=60
-    )
-    assert Failures(store, 0, everyone(os.getpid(), os.getpid())).find_dead_rank() == (1, f"rank 1 is gone: {DROPPED}")
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    command = [sys.executable, processes.SCRIPTS / "ends.py", str(tmp_path / "store")]
+    subprocess.run(command, check=True, env=processes.environment(), timeout=60)
+    assert Failures(store, 0, all_here()).find_dead_rank() == (1, f"rank 1 is gone: {DROPPED}")
 
 
 def test_a_process_that_drops_its_pipeline_tells_the_others():
     store = dist.HashStore()
-    own, others = os.getpid(), Failures(store, 0, everyone(os.getpid(), os.getpid()))
-    supervisor = Supervisor(1, Failures(store, 1, everyone(own, own)), timeout=1, threads=1)
+    others = Failures(store, 0, all_here())
+    supervisor = Supervisor(1, Failures(store, 1, all_here()), timeout=1, threads=1)
     assert others.find_dead_rank() is None
     del supervisor
     gc.collect()
@@ -166,9 +163,8 @@ def test_a_fork_of_a_process_does_not_leave_for_it():
 def test_what_a_process_gave_before_it_left_is_waited_for(monkeypatch):
     monkeypatch.setattr(pipelab.engine.torchrun.supervisor, "_PATIENCE_SECONDS", 0.1)
     store = dist.HashStore()
-    pids = everyone(os.getpid(), os.getpid())
-    Failures(store, 1, pids).announce_exit("it closed its pipeline")
-    supervisor = Supervisor(0, Failures(store, 0, pids), timeout=5, threads=1)
+    Failures(store, 1, all_here()).announce_exit("it closed its pipeline")
+    supervisor = Supervisor(0, Failures(store, 0, all_here()), timeout=5, threads=1)
     assert supervisor.run(lambda: time.sleep(0.7) or "arrived", WORKS) == "arrived"
     supervisor.close()
 
@@ -176,7 +172,7 @@ def test_what_a_process_gave_before_it_left_is_waited_for(monkeypatch):
 def timed_out(statuses, call=1, computing=False):
     """Return what rank 0 raises after a timeout, and reports, when these are what the other ranks published."""
     store = dist.HashStore()
-    pids = everyone(*[os.getpid()] * 4)
+    pids = all_here(4)
     for rank in (1, 2, 3):
         if rank in statuses:
             Failures(store, rank, pids).publish(PublishedStatus(call, *statuses[rank]))
@@ -219,7 +215,7 @@ def test_after_a_timeout_the_rank_that_hangs_or_is_silent_is_named_and_not_the_o
 
 @pytest.fixture
 def supervisor():
-    supervisor = Supervisor(0, Failures(dist.HashStore(), 0, everyone(os.getpid())), timeout=0.3, threads=1)
+    supervisor = Supervisor(0, Failures(dist.HashStore(), 0, all_here(1)), timeout=0.3, threads=1)
     yield supervisor
     supervisor.close()
 

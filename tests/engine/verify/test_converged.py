@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pipes import mse, refused, verified
+from pipes import mse, no_trace, refused, verified
 
 import plain
 import pytest
 import torch
-from fuzz import verify as fuzz
 from torch import nn
 
 from pipelab import GPipe, OneFOneB, Pipeline
@@ -39,17 +38,14 @@ def converged(*layers, steps=600):
 
 def test_a_right_pipeline_is_not_accused_when_rounding_decides_its_gradients():
     model, x, y = converged(rounds())
-    before = [parameter.clone() for parameter in model.parameters()]
-    random_state = torch.get_rng_state()
     with Pipeline(model, OneFOneB(2, 8), mse) as pipe:
         assert pipe.step(x, y).loss < 1e-9
-        proof = pipe.verify(x, y)
+        with no_trace(model):
+            proof = pipe.verify(x, y)
     assert proof.exact
     assert proof.nearby
     assert proof.whole_batch_difference < 1e-4
     assert "with slightly different weights" in str(proof)
-    assert all(map(torch.equal, model.parameters(), before))
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_a_relu_whose_input_is_within_rounding_of_zero_is_no_fault():
@@ -75,9 +71,8 @@ def test_weights_come_back_bit_for_bit_when_the_plain_model_fails_nearby():
     x, _ = plain.batch(ROWS)
     # The first 2 calls; then the pipeline's 4, plain training's 4, the whole batch's, and, nearby, the 12th.
     y = torch.cat([model(rows).detach() for rows in x.split(10)])
-    before = [parameter.clone() for parameter in model.parameters()]
-    refused("enough", model, OneFOneB(2, 4), (x, y), call="verify", error=ValueError)
-    assert all(map(torch.equal, model.parameters(), before))
+    with no_trace(model):
+        refused("enough", model, OneFOneB(2, 4), (x, y), call="verify", error=ValueError)
 
 
 def test_moved_weights_are_not_left_in_the_cache_of_the_callers_autocast():
@@ -124,9 +119,3 @@ def test_a_first_layer_in_place_at_an_odd_width_is_verified_bit_for_bit(width):
     torch.manual_seed(0)
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, 9), nn.Linear(9, width))
     assert verified(model, OneFOneB(2, 6), plain.batch(33, width)).exact
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_models_and_schedules_are_right(seed):
-    assert fuzz.fuzz_verify(seed, steps=300, every=50) is None
-    assert fuzz.fuzz_gradients(seed) is None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from pipes import mse, refused, stepped, verified
+from pipes import mse, no_trace, refused, stepped, verified
 
 import plain
 import pytest
@@ -91,22 +90,12 @@ def test_nothing_is_left_behind(stepped):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 6))
     loss, (x, y) = Weighs(), plain.batch(8)
-    both = nn.ModuleList([model, loss])
     with Pipeline(model, OneFOneB(2, 2), loss) as pipe:
         if stepped:
             pipe.step(x, y)
         model[3].bias.grad = None
-        holders = [parameter.grad for parameter in both.parameters()]
-        gradients = copy.deepcopy(holders)
-        state = copy.deepcopy(both.state_dict())
-        random_state = torch.get_rng_state()
-        pipe.verify(x, y)
-    assert all(parameter.grad is holder for parameter, holder in zip(both.parameters(), holders, strict=True))
-    for holder, gradient in zip(holders, gradients, strict=True):
-        assert holder is None or torch.equal(holder, gradient)
-    assert all(torch.equal(value, state[key]) for key, value in both.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(module.training for module in both.modules())
+        with no_trace(model, loss):
+            pipe.verify(x, y)
 
 
 def test_a_stage_that_keeps_state_is_found_with_parameter_and_micro_batch():

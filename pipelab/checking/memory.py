@@ -106,11 +106,7 @@ class Memory:
         return sum(weights[stage] for stage in mine), sum(optimizer[stage] for stage in mine)
 
     def changes(self, bound: BoundPlan, rank: int) -> Iterator[Change]:
-        """Yield what each of a rank's actions, and of its moves, changes, in order.
-
-        Raises:
-            CostError: if a list does not have one number per stage.
-        """
+        """Yield what each of a rank's actions, and of its moves, changes, in order."""
         usual = self._without_updates(bound, rank)
         return self._with_updates(bound, rank, usual) if "U" in bound.codes.kinds else usual
 
@@ -128,7 +124,8 @@ class Memory:
                 continue
             first = traits.weight_grad and group not in begun
             begun |= {group} if first else set()
-            more, versions[stage] = len(set(used.values())) - versions[stage], len(set(used.values()))
+            count = len(set(used.values()))
+            more, versions[stage] = count - versions[stage], count
             yield change._replace(
                 gradients=gradients[stage] if first else 0,
                 weights=max(0, more) * weights[stage],

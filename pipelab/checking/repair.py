@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -53,18 +53,24 @@ def describe(parts: list[tuple[int, str]]) -> str:
 def parts_of(bound: BoundPlan, moves: Sequence[Move]) -> list[tuple[int, str]]:
     """Return (rank, words) for each move, or for a sequence of moves with equal steps between them."""
     names = {rank: as_yielded(bound, rank) for rank in {move.rank for move in moves}}
-    steps = [_step(bound, *pair) for pair in pairwise(moves)] + [None]
     parts: list[tuple[int, str]] = []
-    first = 0
-    while first < len(moves):
-        last = first
-        while steps[last] is not None and steps[last] == steps[first]:
-            last += 1
-        alike = moves[first : last + 1] if last - first >= 2 else moves[first : first + 1]
-        one, *more = (_words(bound, move, names[move.rank]) for move in (*alike[:2], *alike[2:][-1:]))
-        parts.append((alike[0].rank, f"{one}, {more[0]}, and so on to {more[1]}" if more else one))
-        first += len(alike)
+    while moves:
+        count = _alike(bound, moves)
+        shown = (*moves[:2], moves[count - 1]) if count > 1 else moves[:1]
+        one, *more = (_words(bound, move, names[move.rank]) for move in shown)
+        parts.append((moves[0].rank, f"{one}, {more[0]}, and so on to {more[1]}" if more else one))
+        moves = moves[count:]
     return parts
+
+
+def _alike(bound: BoundPlan, moves: Sequence[Move]) -> int:
+    """Return how many moves begin a sequence with equal steps between them: three or more, or one."""
+    steps = (_step(bound, *pair) for pair in pairwise(moves))
+    step = next(steps, None)
+    if step is None:
+        return 1
+    count = 2 + sum(1 for _ in takewhile(lambda other: other == step, steps))
+    return count if count > 2 else 1
 
 
 def _step(bound: BoundPlan, one: Move, other: Move) -> int | None:

@@ -28,8 +28,12 @@ def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -
 def _of_rank(bound: BoundPlan, rank: int, sharded: set[int | None], cap: int) -> Iterator[Fault]:
     holding, places = _Holding(bound, rank, sharded, cap), bound.placed(rank)
     for code in bound.lists[rank]:
-        follow = holding.ran if bound.computes(code) else holding.moved
-        yield from follow(code, bound.codes.action(code), places[code])
+        if bound.codes.collective[code]:
+            continue
+        action = bound.codes.action(code)
+        moved = holding.gather if action.microbatch is None else holding.carry
+        follow = holding.run if bound.computes(code) else moved
+        yield from follow(code, action, places[code])
     for stage, position in holding.gathered.items():
         hint = f"yield {_free(stage)} after the stage's last action"
         yield holding.fault(position, UNSHARD(stage), "gathers weights that nothing frees", hint)
@@ -40,15 +44,11 @@ def _free(stage: int) -> str:
 
 
 class _Holding:
-    """What a rank holds while it goes along its row.
-
-    Attributes:
-        gathered: by stage, the position since which its weights are gathered.
-    """
+    """What a rank holds while it goes along its row."""
 
     def __init__(self, bound: BoundPlan, rank: int, sharded: set[int | None], cap: int) -> None:
         self.bound, self.rank, self.sharded, self.cap = bound, rank, sharded, cap
-        self.gathered: dict[int, int] = {}
+        self.gathered: dict[int, int] = {}  # by stage, the position since which its weights are gathered
         self._freed: dict[int, int] = {}  # by stage, the position
         self._reported: set[int] = set()  # stages whose lack of weights is reported already
         self._kept: dict[tuple[int, int], int | None] = {}  # by activation: since when away, or None if here
@@ -57,15 +57,8 @@ class _Holding:
         message = f"{action} on rank {self.rank}, position {position} {message}"
         return Fault("residency", self.rank, position, action, message, hint)
 
-    def moved(self, code: int, action: Action, position: int) -> Iterator[Fault]:
-        """Follow a move; yield its faults."""
-        if self.bound.codes.collective[code]:
-            return
-        follow = {"gathered": self._gathered, "activations": self._carried}
-        traits = action.traits
-        yield from follow[traits.holds or traits.releases](code, action, position)
-
-    def _gathered(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+    def gather(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+        """Follow a gather, or a free; yield its faults."""
         stage, remove = self.bound.codes.stage[code], f"remove {written(action)}"
         if action.traits.releases:
             if stage not in self.gathered:
@@ -87,7 +80,8 @@ class _Holding:
                 hint = f"free a stage before it, such as with {_free(next(iter(self.gathered)))}"
                 yield self.fault(position, action, message, hint)
 
-    def _carried(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+    def carry(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+        """Follow what takes an activation away, or brings it back; yield its faults."""
         what, takes = self.bound.what(code), bool(action.traits.releases)
         away = self._kept.get(what)
         if what in self._kept and (away is None) == takes:
@@ -98,12 +92,10 @@ class _Holding:
         verb = "takes away" if takes else "brings back"
         yield self.fault(position, action, f"{verb} an activation that {why}", f"remove {written(action)}")
 
-    def ran(self, code: int, action: Action, position: int) -> Iterator[Fault]:
+    def run(self, code: int, action: Action, position: int) -> Iterator[Fault]:
         """Follow an action that computes; yield its faults."""
         codes = self.bound.codes
         stage, what = codes.stage[code], self.bound.what(code)
-        if codes.collective[code]:
-            return
         if stage in self.sharded and stage not in self.gathered and stage not in self._reported:
             cause = f"freed at position {self._freed[stage]}" if stage in self._freed else "not gathered"
             hint = f"yield {written(UNSHARD(stage))} before it: one gather before each use"

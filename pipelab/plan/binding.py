@@ -97,12 +97,12 @@ def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -
     by_rank: list[StagesOfRank] = [{} for _ in range(ranks)]
     for (microbatch, stage), rank in zip(_visits(codes.stages, codes.microbatches), rank_of_slot, strict=True):
         here = by_rank[rank]
-        if microbatch in here:
-            known = here[microbatch]
-            here[microbatch] = (*(known if isinstance(known, tuple) else (known,)), stage)
-        else:
-            here[microbatch] = stage
+        here[microbatch] = (*_several(here[microbatch]), stage) if microbatch in here else stage
     return by_rank
+
+
+def _several(known: tuple[int, ...] | int) -> tuple[int, ...]:
+    return known if isinstance(known, tuple) else (known,)
 
 
 def stages_by_name(rows: Sequence[Sequence[object]], codes: Codes) -> list[StagesOfRank]:
@@ -191,12 +191,8 @@ def written(action: Action) -> str:
 def _choices(item: Action, stages_of_rank: StagesOfRank) -> tuple[int, ...]:
     """Return the stages that an action without a stage could mean."""
     if not item.traits.collective:
-        known = stages_of_rank.get(item.microbatch, ())
-        return known if isinstance(known, tuple) else (known,)
-    every: set[int] = set()
-    for known in stages_of_rank.values():
-        every.update(known if isinstance(known, tuple) else (known,))
-    return tuple(sorted(every))
+        return _several(stages_of_rank.get(item.microbatch, ()))
+    return tuple(sorted({stage for known in stages_of_rank.values() for stage in _several(known)}))
 
 
 def _which_stage(rank: int, item: Action, choices: tuple[int, ...]) -> Refusal:

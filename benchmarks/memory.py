@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import pipelab
-from pipelab.cli.demo import Setting, next_byte_loss, standard_library
+from pipelab.cli.demo import Setting, next_byte_loss
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 PARTS = ("activations", "total")
@@ -15,7 +15,7 @@ SETTING = Setting()
 
 def measure() -> dict[str, object]:
     """Return the bytes that each rank holds at its peak, in a step with Adam's state: predicted, and measured."""
-    x, y = SETTING.batches(standard_library()).take()
+    x, y = next(SETTING.batches())
     rows = []
     for name in SCHEDULES:
         schedule, model = pipelab.schedules[name](SETTING.ranks, SETTING.microbatches), SETTING.model()

@@ -47,7 +47,7 @@ from pipelab.cli.options import (
     grouped,
     untimed,
 )
-from pipelab.cli.play import play_command
+from pipelab.cli.play import play
 from pipelab.cli.printing import (
     COMPARISON,
     DIFF,
@@ -69,12 +69,14 @@ from pipelab.cli.printing import (
 )
 from pipelab.cli.targets import existing
 from pipelab.draw import differences, text
+from pipelab.draw.table import Table
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
 from pipelab.hub import chakra, profiles, torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.trace.diff import in_unit_of
+from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
     from pipelab.cli.running import Result
@@ -264,42 +266,54 @@ def compare(
     """
     counts = sizes.counts_beside(targets)
     targets = sizes.with_settings(targets)
-    if diff and (len(targets) + bool(other) != 2 or len(counts) > 1 or bound):
+    several = len(counts) > 1
+    if diff and (len(targets) + bool(other) != 2 or several or bound):
         raise UsageError("--diff needs two schedules or traces, one number of micro-batches, and no --bound")
-    if other and (len(targets) != 1 or len(counts) > 1 or bound):
+    if other and (len(targets) != 1 or several or bound):
         raise UsageError(f"--with needs one plan, and one number of micro-batches: pipelab compare PLAN --with {other}")
-    require_writable(save, DIFF if diff else COMPARISON if len(counts) <= 1 else TABLE)
-    if len(counts) <= 1:
-        subjects = sizes.find_all(targets)
-        traces = times.traces(subjects, targets)
-        if uneven := times.uneven([trace.plan for trace in traces]):
-            say(uneven)
-        if other:
-            loaded = profiles.load(other)
-            traces.append(theirs := in_unit_of(loaded, traces[0]))
-            if loaded.unit and not traces[0].unit and traces[0] is not subjects[0]:
-                say(f"Your times have no unit, so all of {other} are scaled to as much work: try --unit {loaded.unit}")
-            first = differences.first(pipelab.diff(traces[0], theirs))
-            say(f"{first} ({other}: {theirs.note})" if theirs.note else first)
-            targets.append(str(other))
-        named = partial(pipelab.diff if diff else partial(pipelab.compare, bound=bound), names=targets)
-        show(named(*traces), save)
-        return
-    if bound:
+    if bound and several:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
+    require_writable(save, TABLE if several else DIFF if diff else COMPARISON)
+    if several:
+        show(_over_counts(targets, counts, sizes, times), save)
+        return
+    subjects = sizes.find_all(targets)
+    traces = times.traces(subjects, targets)
+    if uneven := times.uneven([trace.plan for trace in traces]):
+        say(uneven)
+    if other:
+        traces.append(_theirs(other, traces[0], scaled=traces[0] is not subjects[0]))
+        targets.append(str(other))
+    if diff:
+        show(pipelab.diff(traces[0], traces[1], names=targets), save)
+    else:
+        show(pipelab.compare(*traces, bound=bound, names=targets), save)
+
+
+def _theirs(path: Path, ours: Trace, *, scaled: bool) -> Trace:
+    """Return another simulator's trace in our unit, and say what differs first."""
+    loaded = profiles.load(path)
+    theirs = in_unit_of(loaded, ours)
+    if loaded.unit and not ours.unit and scaled:
+        say(f"Your times have no unit, so all of {path} are scaled to as much work: try --unit {loaded.unit}")
+    first = differences.first(pipelab.diff(ours, theirs))
+    say(f"{first} ({path}: {theirs.note})" if theirs.note else first)
+    return theirs
+
+
+def _over_counts(targets: Sequence[str], counts: Sequence[int], sizes: Sizes, times: Times) -> Table:
+    """Return the table of one batch in several numbers of micro-batches."""
     cost = times.cost()
     assert not callable(cost.forward)  # no option's text is a function
     assert not callable(cost.backward)
-
-    def cell(name: str, count: int) -> Cell:
-        return Cell(times.simulated(sizes.schedule(name, count), cost.shared(count)))
-
-    made = sweep(targets, counts, cell)
+    made = sweep(
+        targets, counts, lambda name, count: Cell(times.simulated(sizes.schedule(name, count), cost.shared(count)))
+    )
     say(
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
         f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."
     )
-    show(table_of(made.cells, made.refusals), save)
+    return table_of(made.cells, made.refusals)
 
 
 @app.command()
@@ -314,19 +328,26 @@ def run(targets: Targets, sizes: Sizes, work: Work, save: SaveRun = None) -> Non
     """
     counts = sizes.counts_beside(targets)
     targets = sizes.with_settings(targets)
-    require_writable(save, TABLE if len(counts) > 1 else COMPARISON if len(targets) > 1 else RUN)
-    if len(counts) <= 1:
-        plans = [as_plan(untimed(subject)) for subject in sizes.find_all(targets, work.usual_ranks)]
-        ranks = max(plan.ranks for plan in plans)
-        command = _warned(ranks, targets, sizes, work)
-        comparison, results = measure(targets, plans, work)
-        say(f"{', '.join(plan.name for plan in plans)} on this machine")
-        traces = [path for path in save or [] if path.suffix.lower() == ".json"]
-        show(comparison, [path for path in save or [] if path not in traces])
-        _conclude(results, ranks, command, work)
-        for path in traces:
-            wrote(results[0].measured.save(path))
+    if len(counts) > 1:
+        _run_over_counts(targets, counts, sizes, work, save)
         return
+    require_writable(save, COMPARISON if len(targets) > 1 else RUN)
+    plans = [as_plan(untimed(subject)) for subject in sizes.find_all(targets, work.usual_ranks)]
+    ranks = max(plan.ranks for plan in plans)
+    command = _warned(ranks, targets, sizes, work)
+    comparison, results = measure(targets, plans, work)
+    say(f"{', '.join(plan.name for plan in plans)} on this machine")
+    traces = [path for path in save or [] if path.suffix.lower() == ".json"]
+    show(comparison, [path for path in save or [] if path not in traces])
+    _conclude(results, ranks, command, work)
+    for path in traces:
+        wrote(results[0].measured.save(path))
+
+
+def _run_over_counts(
+    targets: Sequence[str], counts: Sequence[int], sizes: Sizes, work: Work, save: list[Path] | None
+) -> None:
+    require_writable(save, TABLE)
     ranks = (sizes.ranks or work.usual_ranks) * sizes.replicas
     command = _warned(ranks, targets, sizes, work)
     table, results = measure_sweep(
@@ -356,13 +377,8 @@ def _conclude(results: Sequence[Result], ranks: int, command: str, work: Work) -
         say(why)
 
 
-app.command()(why)
-app.command()(optimum)
-app.command()(frontier)
-app.command()(layout)
-app.command()(megatron)
-app.command(name="play")(play_command)
-app.command()(challenge)
+for command in (why, optimum, frontier, layout, megatron, play, challenge):
+    app.command()(command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -407,26 +423,24 @@ def docs(
     It came with pipelab, and is shown at an address of this machine alone. Ctrl-C ends it.
     """
     package = Path(pipelab.__file__).parent
-    folder = next(
-        (each for each in (package / "site", package.parent / "site") if (each / "index.html").is_file()), None
-    )
-    if folder is None:
+    built = [folder for folder in (package / "site", package.parent / "site") if (folder / "index.html").is_file()]
+    if not built:
         raise UsageError("the documentation is not built\n  try: make site in pipelab's folder, then pipelab docs")
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            """Leave the terminal alone."""
-
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(Quiet, directory=str(folder)))
+        server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Quiet, directory=str(built[0])))
     except OSError as error:
         raise UsageError(f"port {port} is not free ({error.strerror})\n  try: pipelab docs --port 0") from error
     with server, suppress(KeyboardInterrupt):
         address = f"http://127.0.0.1:{server.server_port}/"
-        say(f"{address} shows {folder}; Ctrl-C ends it")
+        say(f"{address} shows {built[0]}; Ctrl-C ends it")
         if browser:
             webbrowser.open(address)
         server.serve_forever()
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Leave the terminal alone."""
 
 
 def main() -> None:
@@ -436,17 +450,20 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_, **__: folded(f"warning: {message}") + "\n"
     try:
         app()
-    except PipelabError as error:
-        lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        echo(folded(f"{lead}{error}"), error=True)
-        sys.exit(1)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        echo(f"{shlex.join(['pipelab', *sys.argv[1:]])}: {NO_TORCH}", error=True)
-        sys.exit(1)
-    except OSError as error:
-        echo(folded(f"{error.filename or 'a file'}: {error.strerror or error}"), error=True)
+    except (PipelabError, OSError, ModuleNotFoundError) as error:
+        echo(_in_words(error), error=True)
         sys.exit(1)
     finally:
         warnings.formatwarning = formatted
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error for the terminal; raise what is a bug."""
+    if isinstance(error, PipelabError):
+        lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+        return folded(f"{lead}{error}")
+    if isinstance(error, OSError):
+        return folded(f"{error.filename or 'a file'}: {error.strerror or error}")
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"{shlex.join(['pipelab', *sys.argv[1:]])}: {NO_TORCH}"
+    raise error

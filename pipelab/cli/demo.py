@@ -9,7 +9,8 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -27,9 +28,10 @@ from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
 _BYTES = 256
+_Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Block(nn.Module):
+class Block(nn.TransformerEncoderLayer):
     """A transformer block: causal self-attention, then a perceptron, each on a normalised residual stream.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3; layer norm first as in Radford et al. 2019, GPT-2.
@@ -37,26 +39,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         """Make a block of `width` features and `heads` attention heads."""
-        super().__init__()
-        self.heads = heads
-        self.norm_1 = nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm_2 = nn.LayerNorm(width)
-        self.grow = nn.Linear(width, 4 * width)
-        self.shrink = nn.Linear(4 * width, width)
+        super().__init__(width, heads, 4 * width, dropout=0, activation="gelu", batch_first=True, norm_first=True)
 
-    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # it needs no mask
         """Return the residual stream, `[rows, length, width]`."""
-        rows, length, width = stream.shape
-        query, key, value = (
-            each.view(rows, length, self.heads, -1).transpose(1, 2)
-            for each in self.attend(self.norm_1(stream)).chunk(3, dim=-1)
-        )
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.project(seen.transpose(1, 2).reshape(rows, length, width))
-        grown: torch.Tensor = self.shrink(nn.functional.gelu(self.grow(self.norm_2(stream))))
-        return stream + grown
+        later = nn.Transformer.generate_square_subsequent_mask(stream.shape[1], stream.device)
+        return super().forward(stream, src_mask=later, is_causal=True)
 
 
 class _Embedding(nn.Module):
@@ -104,21 +92,13 @@ def standard_library(limit: int = 4_000_000) -> torch.Tensor:
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
-class Batches:
-    """Random pieces of a text, the same ones for the same seed."""
-
-    def __init__(self, text: torch.Tensor, rows: int, length: int, seed: int = 0) -> None:
-        """Start the stream of pieces."""
-        self.text = text
-        self.rows = rows
-        self.length = length
-        self._random = torch.Generator().manual_seed(seed)
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch `[rows, length]`, and the byte that follows each of its bytes."""
-        starts = torch.randint(len(self.text) - self.length, (self.rows,), generator=self._random)
-        pieces = torch.stack([self.text[start : start + self.length + 1] for start in starts]).long()
-        return pieces[:, :-1], pieces[:, 1:]
+def batches(text: torch.Tensor, rows: int, length: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield random pieces of a text, `[rows, length]`, and the byte that follows each of their bytes."""
+    random = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - length, (rows,), generator=random)
+        pieces = torch.stack([text[start : start + length + 1] for start in starts]).long()
+        yield pieces[:, :-1], pieces[:, 1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,56 +119,35 @@ class Setting:
         torch.manual_seed(self.seed)
         return language_model(self.blocks, self.width, heads=4, length=self.length)
 
-    def batches(self, text: torch.Tensor) -> Batches:
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the stream of batches, the same every time."""
-        return Batches(text, self.rows, self.length, self.seed)
+        return batches(standard_library(), self.rows, self.length, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Plain training: one thread, the same micro-batches one after another.
-
-    Attributes:
-        step_ms: the median milliseconds of a step, without the first.
-        losses: the loss of every step, in nats per byte.
-        weights: the parameters after the last step.
-        whole_batch_ms: the median milliseconds of a step on the whole batch.
-        cores: how many processor threads that used.
-        others: which share of the processor other programs used while it trained.
-    """
+    """Plain training: one thread, the same micro-batches one after another. Times are medians in milliseconds."""
 
     step_ms: float
     losses: list[float]
     weights: list[torch.Tensor]
     whole_batch_ms: float
-    cores: int
-    others: float
+    cores: int  # on which the whole batch ran
+    others: float  # the share of the processor that other programs used
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Training with a schedule, beside plain training.
-
-    Attributes:
-        schedule: the schedule's name.
-        step_ms: the median milliseconds of a step, without the first.
-        speed_up: plain training's step time divided by this one's.
-        core_share: for which fraction of their working time the ranks had a processor core.
-        traces: the steps, without the first, by their length.
-        losses: the loss of every step.
-        same: whether every loss and every parameter equals plain training's, bit for bit.
-        proof: what `verify` found, in words.
-        others: which share of the processor other programs used while it trained.
-    """
+    """Training with a schedule, beside plain training."""
 
     schedule: str
     step_ms: float
-    speed_up: float
-    core_share: float
-    traces: list[Trace]
+    speed_up: float  # against plain training
+    core_share: float  # for which fraction of their working time the ranks had a processor core
+    traces: list[Trace]  # of the steps without the first, by their length
     losses: list[float]
-    same: bool
-    proof: str
+    same: bool  # as plain training, every loss and every parameter, bit for bit
+    proof: str  # what `verify` found
     others: float
 
     @property
@@ -218,71 +177,72 @@ def _one_thread() -> Iterator[int]:
         torch.set_num_threads(cores)
 
 
-def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
-    """Train the model plainly; `advance` is called after every step."""
-    text, watch = standard_library(), Watch()
-    with _one_thread() as cores:
-        model = setting.model()
-        batches = setting.batches(text)
+@dataclass(slots=True)
+class _Training:
+    """The steps of a training: their losses, their times in seconds, and the processor's use."""
+
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
+
+    def run(self, setting: Setting, model: nn.Module, step: _Step, advance: Callable[[], object]) -> None:
+        """Train a model; `step` returns the loss of a batch and leaves the gradients."""
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-        counts = row_counts(setting.rows, setting.microbatches)
-        losses, times = [], []
-        for _ in range(setting.steps):
-            x, y = batches.take()
+        for x, y in islice(setting.batches(), setting.steps):
             began = time.perf_counter()
             optimizer.zero_grad()
-            parts = []
-            with watch:
-                for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
-                    loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
-                    loss.backward()
-                    parts.append(loss.detach())
-            times.append(time.perf_counter() - began)
+            with self.watch:
+                loss = step(x, y)
+            self.times.append(time.perf_counter() - began)
             optimizer.step()
-            losses.append(float(torch.stack(parts).sum()))
+            self.losses.append(float(loss))
             advance()
-    return Plain(
-        step_ms=_typical(times),
-        losses=losses,
-        weights=[parameter.detach().clone() for parameter in model.parameters()],
-        whole_batch_ms=_whole_batch_ms(setting, text),
-        cores=cores,
-        others=watch.others(),
-    )
+
+
+def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None) -> Plain:
+    """Train the model plainly; `advance` is called after every step."""
+    training, model = _Training(), setting.model()
+    counts = row_counts(setting.rows, setting.microbatches)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for micro_x, micro_y in zip(split_batch(x, counts), split_batch(y, counts), strict=True):
+            loss = next_byte_loss(model(micro_x), micro_y) * (len(micro_x) / setting.rows)
+            loss.backward()
+            parts.append(loss.detach())
+        return torch.stack(parts).sum()
+
+    with _one_thread() as cores:
+        training.run(setting, model, step, advance)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    whole = _whole_batch_ms(setting)
+    return Plain(_typical(training.times), training.losses, weights, whole, cores, training.watch.others())
 
 
 def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], object] = lambda: None) -> Trained:
     """Train the same model from the same seed on the same batches with a schedule."""
-    model = setting.model()
-    batches = setting.batches(standard_library())
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses, times, traces, watch = [], [], [], Watch()
+    training, model, traces = _Training(), setting.model(), list[Trace]()
     schedule = schedules[name](setting.ranks, setting.microbatches)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = pipe.step(x, y)
+        traces.append(made.trace)
+        return made.loss
+
     with _one_thread(), Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks, intra_op_threads=1) as pipe:
-        for _ in range(setting.steps):
-            x, y = batches.take()
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            with watch:
-                step = pipe.step(x, y)
-            times.append(time.perf_counter() - began)
-            optimizer.step()
-            losses.append(float(step.loss))
-            traces.append(step.trace)
-            advance()
-        weights = list(model.parameters())
-        same = losses == plain.losses and all(map(torch.equal, weights, plain.weights))
-        proof = str(pipe.verify(x, y))
+        training.run(setting, model, step, advance)
+        same = training.losses == plain.losses and all(map(torch.equal, model.parameters(), plain.weights))
+        proof = str(pipe.verify(*next(setting.batches())))
     return Trained(
         schedule=name,
-        step_ms=_typical(times),
-        speed_up=plain.step_ms / _typical(times),
-        core_share=core_share(watch.own, traces),
+        step_ms=_typical(training.times),
+        speed_up=plain.step_ms / _typical(training.times),
+        core_share=core_share(training.watch.own, traces),
         traces=sorted(traces[1:] or traces, key=lambda trace: trace.makespan),
-        losses=losses,
+        losses=training.losses,
         same=same,
         proof=proof,
-        others=watch.others(),
+        others=training.watch.others(),
     )
 
 
@@ -296,12 +256,10 @@ def emulate(
     return Emulation(name, result.measured, predicted, result.others)
 
 
-def _whole_batch_ms(setting: Setting, text: torch.Tensor, steps: int = 4) -> float:
+def _whole_batch_ms(setting: Setting, steps: int = 4) -> float:
     """Return the median milliseconds of a step on the whole batch, on all cores."""
-    model, batches = setting.model(), setting.batches(text)
-    times = []
-    for _ in range(steps):
-        x, y = batches.take()
+    model, times = setting.model(), []
+    for x, y in islice(setting.batches(), steps):
         began = time.perf_counter()
         model.zero_grad()
         next_byte_loss(model(x), y).backward()

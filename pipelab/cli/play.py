@@ -68,7 +68,7 @@ _Files = set[tuple[str, int, int, int]]
 
 
 @grouped
-def play_command(
+def play(
     target: Target,
     sizes: Sizes,
     times: Times,

@@ -15,7 +15,7 @@ from strategies import in_order
 from pipelab import schedules
 from pipelab.cli import demo, showing
 from pipelab.cli.believing import LEGEND
-from pipelab.cli.demo import Batches, language_model, next_byte_loss, standard_library
+from pipelab.cli.demo import batches, language_model, next_byte_loss, standard_library
 
 SMALL = demo.Setting(ranks=2, microbatches=4, steps=3, rows=10, blocks=2, width=16, length=16)
 
@@ -29,10 +29,10 @@ def test_the_text_is_the_standard_librarys_own_source():
 
 def test_the_same_seed_gives_the_same_batches_and_targets_are_the_following_bytes():
     text = standard_library(limit=100_000)
-    first, again = (Batches(text, rows=3, length=5, seed=1).take() for _ in range(2))
+    first, again = (next(batches(text, rows=3, length=5, seed=1)) for _ in range(2))
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[0][:, 1:], first[1][:, :-1])
-    assert not torch.equal(first[0], Batches(text, rows=3, length=5, seed=2).take()[0])
+    assert not torch.equal(first[0], next(batches(text, rows=3, length=5, seed=2))[0])
 
 
 def test_the_model_sees_only_what_came_before():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipelab
 from pipelab import Pipeline, UsageError, memory_use
-from pipelab.cli.demo import Setting, next_byte_loss, standard_library
+from pipelab.cli.demo import Setting, next_byte_loss
 
 ROWS = 3
 """Of a micro-batch."""
@@ -48,7 +48,7 @@ def test_the_bytes_of_one_microbatch_are_those_counted_by_hand():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_the_peaks_of_the_demo_are_predicted_within_ten_per_cent(name):
     setting = Setting()
-    x, y = setting.batches(standard_library()).take()
+    x, y = next(setting.batches())
     schedule, model = pipelab.schedules[name](setting.ranks, setting.microbatches), setting.model()
     adam = torch.optim.Adam(model.parameters())
     with Pipeline(model, schedule, next_byte_loss, ["cpu"] * setting.ranks) as pipe:
@@ -66,7 +66,7 @@ def test_the_peaks_of_the_demo_are_predicted_within_ten_per_cent(name):
 
 def test_what_a_forward_keeps_is_what_pytorchs_profiler_sees_left():
     setting = Setting(blocks=2, width=32)
-    x, y = setting.batches(standard_library()).take()
+    x, y = next(setting.batches())
     model, rows = setting.model(), setting.rows // setting.microbatches
     with Pipeline(model, pipelab.GPipe(1, setting.microbatches), next_byte_loss, ["cpu"]) as pipe:
         memory = pipe.memory(x, y)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pipelab.checking.checker import Faults
+    from pipelab.checking.transfers import Hang
     from pipelab.plan.plan import Plan
+    from pipelab.plan.transfers import Step
 
 _STRUCK: tuple[Code, ...] = ("wrong-rank", "duplicate", "out-of-range", "not-an-action", "ambiguous-stage", "endless")
 """The faults of an item that may not be where it is."""
@@ -268,13 +270,6 @@ def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set
         kept.setdefault(bound.position(rank, index), []).append(index)
     cells: list[Cell] = []
 
-    def state(indices: Sequence[int]) -> State:
-        if not indices:  # an item that cannot be read does not run
-            return "waiting"
-        if stuck is None or indices[-1] < stuck:
-            return "ran"
-        return "blocked" if stuck in indices else "waiting"
-
     def actions(indices: Sequence[int]) -> tuple[Action, ...]:
         return tuple(bound.codes.action(bound.rows[rank][index]) for index in indices)
 
@@ -285,11 +280,20 @@ def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set
         label = "&".join(map(str, here)) if len(here) == 1 + paired else clean(shorten(item, 16))
         place = (rank, position)
         names = tuple(dict.fromkeys([str(Pair(*here)) if len(here) > 1 else label, *map(str, here)]))
-        cells.append(Cell(label, names, here, state(indices), position, place in struck, place in over))
+        cells.append(Cell(label, names, here, _state(indices, stuck), position, place in struck, place in over))
         for index in inserted.get(position, ()):
             (reduce,) = actions([index])
-            cells.append(Cell(str(reduce), (str(reduce),), (reduce,), state([index])))
+            cells.append(Cell(str(reduce), (str(reduce),), (reduce,), _state([index], stuck)))
     return cells
+
+
+def _state(indices: Sequence[int], stuck: int | None) -> State:
+    """Return whether an item ran, whose actions have these indices, on a rank that is stuck at one, or at none."""
+    if not indices:  # an item that cannot be read does not run
+        return "waiting"
+    if stuck is None or indices[-1] < stuck:
+        return "ran"
+    return "blocked" if stuck in indices else "waiting"
 
 
 def _moved(rows: list[list[Cell]], before: list[list[Cell]]) -> list[list[Cell]]:
@@ -309,19 +313,10 @@ def _of_transfers(plan: Plan, fault: Fault, faults: Faults) -> list[Drawing]:
     """Return a plan with its sends and receives, and the order by time, in which none waits for ever."""
     hung = hang(plan.bound, faults.order, faults.transport)
     assert hung is not None, "check found the fault in this plan"
-    rows: list[list[Cell]] = []
-    action = plan.bound.codes.action
-    for rank, steps in enumerate(hung.low.rows):
-        row: list[Cell] = []
-        for step in steps:
-            word, numbers = step
-            if word in ("run", "SEND", "RECV"):
-                label = hung.low.word(step)
-                actions = tuple(map(action, numbers)) if word == "run" else ()
-                state: State = "ran" if hung.has_run(step) else "blocked" if hung.blocks(rank, step) else "waiting"
-                names = tuple(dict.fromkeys([label, *map(str, actions)]))
-                row.append(Cell("&".join(map(str, actions)) or label, names, actions, state))
-        rows.append(row)
+    rows = [
+        [_transfer_cell(hung, rank, step) for step in steps if step[0] in ("run", "SEND", "RECV")]
+        for rank, steps in enumerate(hung.low.rows)
+    ]
     before = _with_cycle(rows, fault)
     size = sum(map(len, plan.bound.rows))
     if "by-time" not in fault.hint or size > _MOST_ACTIONS:
@@ -329,6 +324,19 @@ def _of_transfers(plan: Plan, fault: Fault, faults: Faults) -> list[Drawing]:
     known = {name: cell for row in rows for cell in row for name in cell.names[:1]}
     ordered = [[replace(known[word], state="ran") for word in row] for row in lower(plan, order="by-time").rows]
     return [replace(before, hint=""), Drawing(f"try: {fault.hint}", _moved(ordered, rows), after=True)]
+
+
+def _transfer_cell(hung: Hang, rank: int, step: Step) -> Cell:
+    """Return what a rank runs, sends or receives."""
+    label, (word, numbers) = hung.low.word(step), step
+    actions = tuple(map(hung.low.bound.codes.action, numbers)) if word == "run" else ()
+    names = tuple(dict.fromkeys([label, *map(str, actions)]))
+    state: State = "waiting"
+    if hung.has_run(step):
+        state = "ran"
+    elif hung.blocks(rank, step):
+        state = "blocked"
+    return Cell("&".join(map(str, actions)) or label, names, actions, state)
 
 
 def sentences(drawing: Drawing) -> list[tuple[int | None, str]]:

@@ -167,37 +167,51 @@ def _cell(cell: Cell, left: float, top: float, wide: float, ax: Axes) -> None:
     """Draw one cell: a box, or two for a pair, a frame, and its name."""
     from matplotlib.patches import Rectangle
 
-    fills = [
-        colours.of(action) if type(action.microbatch) in (int, type(None)) else _TRANSFER for action in cell.actions
-    ]
-    fills = [] if cell.state == "missing" else fills or [_TRANSFER]
+    fills = _fills(cell)
     pale = cell.state == "waiting"
     for number, fill in enumerate(fills):
         part = _HIGH / len(fills)
         box = Rectangle((left + 0.015, top + number * part), wide - 0.03, part, facecolor=fill, linewidth=0)
         box.set_alpha(0.25 if pale else 1)
         ax.add_patch(box)
-    dots: Literal[":", "-", "--"]
-    edge, width, dots = (
-        (RED, 1.2, ":") if cell.state == "missing" else (RED, 2.4, "-") if cell.state == "blocked" else ("", 0.0, "-")
-    )
-    if cell.over or cell.moved:
-        edge, width, dots = (RED, 2.0, "--") if cell.over else (GREEN, 2.0, "-")
-    if edge:
+    name, edge, width, dots = _frame(cell)
+    if name:
         frame = Rectangle((left + 0.03, top + 0.015), wide - 0.06, _HIGH - 0.03, fill=False, edgecolor=edge)
         frame.set_linewidth(width)
         frame.set_linestyle(dots)
-        frame.set_gid(f"{'moved' if cell.moved else 'over' if cell.over else cell.state} {cell.label}")
+        frame.set_gid(f"{name} {cell.label}")
         ax.add_patch(frame)
     texts = list(map(str, cell.actions)) if len(fills) > 1 else [cell.label]
-    for number, label in enumerate(texts):
-        ink = RED if cell.state == "missing" else INK if pale else colours.ink(fills[number])
+    inks = [INK] * len(texts) if pale else [colours.ink(fill) for fill in fills] or [RED]
+    for number, (label, ink) in enumerate(zip(texts, inks, strict=True)):
         middle = (left + wide / 2, top + _HIGH * (number + 0.5) / len(texts))
         size = 8 if len(texts) == 1 else 6.5
         ax.text(*middle, label, ha="center", va="center", fontsize=size, color=ink, zorder=4, parse_math=False)
     if cell.struck:
         (line,) = ax.plot([left + 0.04, left + wide - 0.04], [top + 0.04, top + _HIGH - 0.04], color=RED, linewidth=1.6)
         line.set_gid(f"struck {cell.label}")
+
+
+def _fills(cell: Cell) -> list[str]:
+    """Return the colours of a cell, from above: one, two of a pair, none of what is missing."""
+    if cell.state == "missing":
+        return []
+    known = (type(action.microbatch) in (int, type(None)) for action in cell.actions)
+    fills = zip(cell.actions, known, strict=True)
+    return [colours.of(action) if right else _TRANSFER for action, right in fills] or [_TRANSFER]
+
+
+def _frame(cell: Cell) -> tuple[str, str, float, Literal[":", "-", "--"]]:
+    """Return what the frame of a cell says, its colour, its width and its line; the first is empty if it has none."""
+    if cell.over:
+        return "over", RED, 2.0, "--"
+    if cell.moved:
+        return "moved", GREEN, 2.0, "-"
+    if cell.state == "missing":
+        return "missing", RED, 1.2, ":"
+    if cell.state == "blocked":
+        return "blocked", RED, 2.4, "-"
+    return "", "", 0.0, "-"
 
 
 def _arrow(arrow: Arrow, grid: _Grid, ax: Axes) -> None:

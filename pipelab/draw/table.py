@@ -100,9 +100,22 @@ def _quantity(table: Table, x: str, y: str, ax: Axes) -> None:
     """Draw one key along the y-axis: a line for each value of the first column, unless that is the x-axis."""
     from matplotlib.ticker import PercentFormatter
 
-    side = table.columns[0].key
     titles = {column.key: column.title for column in table.columns}
     more = list(zip(_STYLES, table.curves.get(y, ()), strict=False))
+    _lines(table, x, y, [(style, key) for (_, style), key in more], ax)
+    if any(column.key == y and "%" in column.cell(table.rows[0]) for column in table.columns):
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_xticks(list(dict.fromkeys(row[x] for row in table.rows)))
+    ax.set_xlabel(titles.get(x, x))
+    key_of_styles = ", ".join(f"{word}: {key}" for (word, _), key in more)
+    ax.set_ylabel(titles.get(y, y) + (f"\n{key_of_styles}" if more else ""))
+    ax.set_ylim(bottom=0)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _lines(table: Table, x: str, y: str, curves: Sequence[tuple[str, str]], ax: Axes) -> None:
+    """Draw a line for each value of the first column, and beside it its curves, each a style and a key."""
+    side = table.columns[0].key
     for order, name in enumerate(dict.fromkeys(None if side == x else row[side] for row in table.rows)):
         rows = [row for row in table.rows if name is None or row[side] == name]
         # Lines that lie on one another, as GPipe's and 1F1B's step times do, are each narrower than the one below.
@@ -117,16 +130,8 @@ def _quantity(table: Table, x: str, y: str, ax: Axes) -> None:
             markersize=max(8.0 - order, 3.0),
         )
         there = [row for row in rows if row.get(y) is not None]
-        for (_, style), key in more:
+        for style, key in curves:
             ax.plot(*_points(there, x, key), style, color=line.get_color(), linewidth=1.0)
-    if any(column.key == y and "%" in column.cell(table.rows[0]) for column in table.columns):
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_xticks(list(dict.fromkeys(row[x] for row in table.rows)))
-    ax.set_xlabel(titles.get(x, x))
-    key_of_styles = ", ".join(f"{word}: {key}" for (word, _), key in more)
-    ax.set_ylabel(titles.get(y, y) + (f"\n{key_of_styles}" if more else ""))
-    ax.set_ylim(bottom=0)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:

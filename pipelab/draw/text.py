@@ -20,7 +20,7 @@ from pipelab.plan.actions import PER_MICROBATCH, TRAITS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from pipelab.draw.bars import Lanes
+    from pipelab.draw.bars import Gap
     from pipelab.plan.actions import Kind
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
@@ -358,36 +358,52 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
     first = lanes.since(rank, (begin - 0.5) / ruler.scale) if begin else 0
     last = max(first, lanes.until(rank, (end - 0.5) / ruler.scale) if end < ruler.columns else lanes.count(rank))
     row = ["·"] * (stop - begin)
-    short: list[int] = []
-    at = begin
-    waiting: Bar | None = None  # the forward of a pair that shares its slot with the next action
-    for bar in lanes.bars(rank, first, last):
-        if bar.half == "upper":
-            waiting = bar
-            continue
-        start, until = max(at, ruler.column(bar.start)), min(stop, ruler.column(bar.end))
-        pair = (waiting.label, bar.label) if waiting and bar.half == "lower" else ()
-        waiting = None
-        if not ruler.names_here(
-            ruler.column(bar.start), ruler.column(bar.end), window, len("&".join(pair) or bar.label)
-        ):
-            text = "─" * max(0, until - start)
-        else:
-            text = pair_cell(*pair, until - start) if pair else cell(bar.label, until - start)
-        if text:
-            row[start - begin : until - begin] = [_painted(text, bar) if colour else text, *[""] * (len(text) - 1)]
-            at = until
-        elif bar.end > bar.start and ruler.column(bar.start) >= begin:
-            short.append(start - begin)
-    for gap in lanes.gaps(rank) if lanes.count(rank) <= _MOST_WORDS else ():
-        start, until = ruler.column(gap.start), ruler.column(gap.end)
-        words = next((each for each in gap.words if len(each) + 4 <= until - start), None)
-        if words and begin <= start and until <= stop and set(row[start - begin : until - begin]) == {"·"}:
-            row[start - begin : until - begin] = f"{words:·^{until - start}}"
+    short = _draw_bars(row, lanes.bars(rank, first, last), ruler, window, colour)
+    if lanes.count(rank) <= _MOST_WORDS:
+        _say_gaps(row, lanes.gaps(rank), ruler, begin)
     for place in short:
         if place < len(row) and row[place] == "·":
             row[place] = _SHORT
     return first, last, "".join(row) + " " * (end - max(stop, begin))
+
+
+def _draw_bars(row: list[str], bars: Iterable[Bar], ruler: Ruler, window: Window, colour: bool) -> list[int]:
+    """Write actions into the row of a window; return where those are that are too short to be written."""
+    begin = at = window[0]
+    stop = begin + len(row)
+    short = []
+    for labels, bar in _labelled(bars):
+        first, last = ruler.column(bar.start), ruler.column(bar.end)
+        start, until = max(at, first), min(stop, last)
+        text = "─" * max(0, until - start)
+        if ruler.names_here(first, last, window, len("&".join(labels))):
+            text = pair_cell(*labels, until - start) if len(labels) == 2 else cell(labels[0], until - start)
+        if text:
+            row[start - begin : until - begin] = [_painted(text, bar) if colour else text, *[""] * (len(text) - 1)]
+            at = until
+        elif bar.end > bar.start and first >= begin:
+            short.append(start - begin)
+    return short
+
+
+def _labelled(bars: Iterable[Bar]) -> Iterator[tuple[tuple[str, ...], Bar]]:
+    """Yield each action with its label, and both of a pair that shares a slot as one, with two labels."""
+    waiting: tuple[str, ...] = ()
+    for bar in bars:
+        if bar.half == "upper":
+            waiting = (bar.label,)
+        else:
+            yield (*waiting, bar.label), bar
+            waiting = ()
+
+
+def _say_gaps(row: list[str], gaps: Iterable[Gap], ruler: Ruler, begin: int) -> None:
+    """Write the words of idle times into a row that begins at a column, where there is room."""
+    for gap in gaps:
+        start, until = ruler.column(gap.start) - begin, ruler.column(gap.end) - begin
+        words = next((each for each in gap.words if len(each) + 4 <= until - start), None)
+        if words and start >= 0 and until <= len(row) and set(row[start:until]) == {"·"}:
+            row[start:until] = f"{words:·^{until - start}}"
 
 
 def cell(label: str, width: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from pipelab.errors import UsageError
 from pipelab.trace.waits import Waits, before_slot
 
 if TYPE_CHECKING:
+    from pipelab.plan.actions import Action
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
@@ -22,31 +23,38 @@ def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
         raise UsageError(f"rank {rank}: the trace has ranks 0 to {trace.ranks - 1}")
     if not trace.start <= at <= trace.end:
         raise UsageError(f"time {number(at)}: the trace goes from {number(trace.start)} to {number(trace.end)}")
-    row = [idle for idle in trace.idle if idle.rank == rank]
-    found = next((idle for idle in row if idle.start <= at < idle.end), None)
-    if found is None and row and row[-1].end == at == trace.end:
-        found = row[-1]
-    waits, codes = Waits(trace), trace.plan.bound.codes
-    root: int | None = None
+    found = _idle_at(trace, rank, at)
     if found is not None:
-        told = [sentence(trace, found)]
-        if found.giver is not None and found.needer is not None:
-            needs = waits.needs(rank, trace.plan.bound.index_of(rank)[codes.code(found.needer)])
-            given = [need for need in needs if codes.action(need.giver) == found.giver]
-            root = max(given, key=lambda need: need.there).giver
+        told, root = [sentence(trace, found)], _giver(trace, found)
     else:
-        code = max(
-            (each for each in trace.events_of(rank) if each.start <= at), key=lambda each: (each.start, each.end)
-        )
-        root = codes.code(code.action)
-        until = f"from {number(code.start)} to {number(code.end)}"
-        told = [f"Rank {rank} is busy at {number(at)}: it runs {code.action} {until}."]
+        begun = (event for event in trace.events_of(rank) if event.start <= at)
+        event = max(begun, key=lambda event: (event.start, event.end))
+        root = trace.plan.bound.codes.code(event.action)
+        until = f"from {number(event.start)} to {number(event.end)}"
+        told = [f"Rank {rank} is busy at {number(at)}: it runs {event.action} {until}."]
     if root is not None:
         steps = chain(trace, root)
         told += islice(steps, lines)
         if more := sum(1 for _ in steps):
             told.append(f"… and {more} more steps, back to a first action.")
     return "\n".join(told)
+
+
+def _idle_at(trace: Trace, rank: int, at: float) -> Idle | None:
+    """Return a rank's idle time at a time; at the trace's end, the one that ends there."""
+    row = [idle for idle in trace.idle if idle.rank == rank]
+    last = [idle for idle in row[-1:] if idle.end == at == trace.end]
+    return next((idle for idle in row if idle.start <= at < idle.end), next(iter(last), None))
+
+
+def _giver(trace: Trace, idle: Idle) -> int | None:
+    """Return the code of what gave the value that came last."""
+    bound = trace.plan.bound
+    if idle.giver is None or idle.needer is None:
+        return None
+    needs = Waits(trace).needs(idle.rank, bound.index_of(idle.rank)[bound.codes.code(idle.needer)])
+    given = [need for need in needs if bound.codes.action(need.giver) == idle.giver]
+    return max(given, key=lambda need: need.there).giver
 
 
 def sentence(trace: Trace, idle: Idle) -> str:
@@ -64,50 +72,54 @@ def sentence(trace: Trace, idle: Idle) -> str:
         return f"{head}it has done all of its actions, and {idle.needer} runs beside computing."
     if idle.giver is None:
         return f"{head}{idle.needer}, its first action, needs nothing, and has not been started."
-    ended = max((event.end for event in trace.events if event.action == idle.giver), default=idle.end)
+    ended = number(max((event.end for event in trace.events if event.action == idle.giver), default=idle.end))
     if idle.reason == "all-reduce":
-        return f"{head}{idle.needer} begins when the last rank is there, which runs {idle.giver} until {number(ended)}."
-    told = {
-        "behind another transfer": f"which ended at {number(ended)}, but whose transfer stands behind another",
-        "transfer": f"which ended at {number(ended)} and is on its way",
-    }.get(idle.reason, f"which ends at {number(ended)}")
-    first = ", its first action," if idle.reason == "fill" else ""
+        return f"{head}{idle.needer} begins when the last rank is there, which runs {idle.giver} until {ended}."
+    told = f"which ends at {ended}"
+    if idle.reason == "transfer":
+        told = f"which ended at {ended} and is on its way"
     if idle.reason == "behind another transfer":
-        found = Waits(trace)
-        codes = trace.plan.bound.rows[idle.rank]
-        wait = found.of(idle.rank, codes.index(trace.plan.bound.codes.code(idle.needer)))
-        behind = wording.stood_behind(trace, wait) if wait is not None else ""
-        told = f"which ended at {number(ended)}: {behind}" if behind else told
+        told = f"which ended at {ended}{_behind(trace, idle.rank, idle.needer)}"
+    first = ", its first action," if idle.reason == "fill" else ""
     return f"{head}{idle.needer}{first} needs {idle.giver}, {told}."
+
+
+def _behind(trace: Trace, rank: int, needer: Action) -> str:
+    """Return behind what the value stands that an action waits for."""
+    bound = trace.plan.bound
+    wait = Waits(trace).of(rank, bound.rows[rank].index(bound.codes.code(needer)))
+    behind = wording.stood_behind(trace, wait) if wait is not None else ""
+    return f": {behind}" if behind else ", but whose transfer stands behind another"
 
 
 def chain(trace: Trace, code: int) -> Iterator[str]:
     """Yield, step by step backwards, why an action, or a move, did not begin earlier."""
-    bound, found = trace.plan.bound, Waits(trace)
-    where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
-    named = bound.codes.action
-    while True:
-        if code not in where:
-            move, before_it = found.moved[code], found.before_move(code)
-            yield f"{move.action} begins on rank {move.rank} at {number(move.start)}: " + (
-                "nothing comes before it." if before_it is None else f"until then it waits for {named(before_it)}."
-            )
-            if before_it is None:
-                return
-            code = before_it
-            continue
-        rank, index = where[code]
-        began, wait = number(trace.starts[rank][index]), found.of(rank, index)
-        before = before_slot(trace, rank, index)
-        if wait is not None:
-            giver = f"{named(wait.giver)} on rank {where.get(wait.giver, (rank,))[0]}"
-            there = f", and its value is there at {number(wait.there)}" if wait.there > wait.ended else ""
-            yield f"{named(code)} begins on rank {rank} at {began}: {giver} ends at {number(wait.ended)}{there}."
-            code = wait.giver
-        elif before >= 0:
-            other = bound.rows[rank][before]
-            yield f"{named(code)} begins on rank {rank} at {began}: until then it runs {named(other)}."
-            code = other
-        else:
-            yield f"{named(code)} begins on rank {rank} at {began}: it is the rank's first action, and needs nothing."
-            return
+    found = Waits(trace)
+    where = {code: (rank, index) for rank, row in enumerate(found.bound.rows) for index, code in enumerate(row)}
+    before: int | None = code
+    while before is not None:
+        step, before = _step(found, before, where) if before in where else _step_of_move(found, before)
+        yield step
+
+
+def _step(found: Waits, code: int, where: Mapping[int, tuple[int, int]]) -> tuple[str, int | None]:
+    """Return why an action did not begin earlier, and the code of what it waited for."""
+    named, (rank, index) = found.bound.codes.action, where[code]
+    head = f"{named(code)} begins on rank {rank} at {number(found.trace.starts[rank][index])}"
+    wait, before = found.of(rank, index), before_slot(found.trace, rank, index)
+    if wait is not None:
+        giver = f"{named(wait.giver)} on rank {where.get(wait.giver, (rank,))[0]}"
+        there = f", and its value is there at {number(wait.there)}" if wait.there > wait.ended else ""
+        return f"{head}: {giver} ends at {number(wait.ended)}{there}.", wait.giver
+    if before >= 0:
+        other = found.bound.rows[rank][before]
+        return f"{head}: until then it runs {named(other)}.", other
+    return f"{head}: it is the rank's first action, and needs nothing.", None
+
+
+def _step_of_move(found: Waits, code: int) -> tuple[str, int | None]:
+    move, before = found.moved[code], found.before_move(code)
+    head = f"{move.action} begins on rank {move.rank} at {number(move.start)}"
+    if before is None:
+        return f"{head}: nothing comes before it.", None
+    return f"{head}: until then it waits for {found.bound.codes.action(before)}.", before

@@ -8,9 +8,15 @@ import pytest
 pytestmark = pytest.mark.dist
 
 
-def test_processes_with_other_weights_are_told_before_the_first_step():
-    ended = processes.run_well(2, "other_weights.py", silent=True)
-    (first,), (second,) = (each.facts for each in ended)
+@pytest.fixture(scope="module")
+def said():
+    """What each of two processes said."""
+    ended = processes.run_well(2, "in_turn.py", "other_weights.py", "late_connection.py", silent=True)
+    return [each.facts for each in ended]
+
+
+def test_processes_with_other_weights_are_told_before_the_first_step(said):
+    (first, _), (second, _) = said
     warned = {case: told for case, told in first.items() if told}
     assert set(warned) == {"seed", "loaded once", "trained on", "gathered"}
     for (told,) in warned.values():
@@ -18,7 +24,6 @@ def test_processes_with_other_weights_are_told_before_the_first_step():
     assert not any(second.values())
 
 
-def test_no_process_has_its_pipeline_before_all_are_connected():
+def test_no_process_has_its_pipeline_before_all_are_connected(said):
     """Else it may close it at once, and the connection is lost in which the other process still waits."""
-    ended = processes.run_well(2, "late_connection.py", silent=True)
-    assert min(each.facts[0]["seconds"] for each in ended) > 0.5
+    assert min(last["seconds"] for _, last in said) > 0.5

@@ -127,9 +127,9 @@ class Memory:
             count = len(set(used.values()))
             more, versions[stage] = count - versions[stage], count
             yield change._replace(
-                gradients=gradients[stage] if first else 0,
+                gradients=gradients[stage] * first,
                 weights=max(0, more) * weights[stage],
-                dropped=gradients[stage] if traits.updates else 0,
+                dropped=gradients[stage] * traits.updates,
                 forgotten=max(0, -more) * weights[stage],
             )
 
@@ -183,7 +183,7 @@ class Memory:
 def _sizes(name: str, value: Any) -> int | tuple[int, ...]:
     """Return numbers of bytes as whole ones; a list as a tuple."""
     several = isinstance(value, Sequence) and name != "outputs"
-    sizes = [finite(size) for size in (value if several else (value,))]
+    sizes = list(map(finite, value if several else (value,)))
     if not sizes or None in sizes:
         raise CostError(f"{name}={shorten(value)}: expected numbers of bytes, {FINITE}")
     whole = tuple(round(size or 0) for size in sizes)

@@ -126,7 +126,7 @@ def _swap_fault(shown: Sequence[Fault]) -> Fault:
 def _place_swapped(plan: Plan) -> Iterator[Mistake]:
     """Call `place` with its two arguments swapped."""
     place = plan.place
-    where = None if place is None else line_of_function(place)
+    where = line_of_function(place)
     if place is None or where is None:  # there is none, or it is pipelab's
         return
 

@@ -241,11 +241,11 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
         moves, runs = _reordered(trials, range(len(bound.rows)))
     ranks = sorted({move.rank for move in moves})
     if not runs:
-        return _forwards_first(trials, ranks)
+        return next(_forwards_first(trials, ranks), None)
     orders = [moves, *_of_one_rank(trials, [*ranks, *cycle] if len(ranks) > 1 else [])]
     orders.sort(key=lambda order: (len({move.rank for move in order}), len(parts_of(bound, order))))
     tried = (repair for order in orders for repair in _descriptions(trials, order))
-    return next((repair for repair in tried if repair and repair.words), None)
+    return next((repair for repair in tried if repair.words), None)
 
 
 def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Move]]:
@@ -257,7 +257,7 @@ def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Move]]:
                 yield moves
 
 
-def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]:
+def _descriptions(trials: _Trials, moves: list[Move]) -> Iterator[Repair]:
     """Yield an order in words, if few are enough, then similar orders that need fewer words, if they run too."""
     bound = trials.bound
     rows = rows_after(bound, moves)
@@ -267,23 +267,22 @@ def _descriptions(trials: _Trials, moves: list[Move]) -> Iterable[Repair | None]
     together = [replace(mine[0], moved=tuple(code for move in mine for code in move.moved)) for mine in by_rank]
     if not trials.stuck(rows_together := rows_after(bound, together)):
         yield Repair(describe(parts_of(bound, together)), rows_together)
-    yield _forwards_first(trials, ranks)
+    yield from _forwards_first(trials, ranks)
     if len(ranks) == 1 and len(bound.rows[ranks[0]]) <= _LONGEST_ROW:
         name = as_yielded(bound, ranks[0])
         yield Repair(f"on rank {ranks[0]}, yield {' '.join(map(name, rows[ranks[0]]))}", rows)
 
 
-def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Repair | None:
-    """Return the order in which some ranks run all forwards first, if the plan then runs."""
+def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Iterator[Repair]:
+    """Yield the order in which some ranks run all forwards first, if the plan then runs."""
     forward = trials.bound.codes.forward
     rows = [
         sorted(row, key=lambda code: not forward[code]) if rank in ranks else row
         for rank, row in enumerate(trials.bound.rows)
     ]
-    if trials.stuck(rows):
-        return None
-    words = f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
-    return Repair(words, rows)
+    if not trials.stuck(rows):
+        words = f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
+        yield Repair(words, rows)
 
 
 def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Move], bool]:

@@ -18,7 +18,7 @@ from pipelab.plan.fault import Fault
 def residency(bound: BoundPlan, gather_cap: int | Sequence[int] | None = None) -> list[Fault]:
     """Find moves that cannot be, and actions whose weights or activation are not there."""
     moves = [move for move in bound.moves if not move.action.traits.computes]
-    most = len(moves) or 1 if gather_cap is None else gather_cap
+    most = len(moves) + 1 if gather_cap is None else gather_cap
     caps = require_caps(most, len(bound.lists), "gather_cap")
     sharded = {move.action.stage for move in moves if move.action.microbatch is None}
     ranks = range(len(bound.lists) if moves else 0)

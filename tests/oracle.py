@@ -4,6 +4,7 @@ It knows `Action` and `Pair` as records and uses no other part of pipelab, so th
 walking or checking cannot hide in the tests.
 
     F(m,s) needs out(m,s-1)              gives out(m,s)
+    C(m,s) needs out(m,s)                gives again(m,s), which then I(m,s) and B(m,s) need
     I(m,s) needs out(m,s), gin(m,s+1)    gives gin(m,s)
     W(m,s) needs gin(m,s)                gives gw(m,s)
     B(m,s) needs what I needs            gives gin(m,s), gw(m,s)
@@ -22,8 +23,8 @@ from pipelab import Action, Pair
 Value = tuple[str, int, int]
 
 
-def needs(action: Action, stages: int, microbatches: int, after=None) -> set[Value]:
-    """Return the values an action waits for."""
+def needs(action: Action, stages: int, microbatches: int, after=None, again=frozenset()) -> set[Value]:
+    """Return the values an action waits for; `again` are those that recomputations give."""
     kind, m, s = action.kind, action.microbatch, action.stage
     if after is not None and kind == "F":
         return needs(action, stages, microbatches) | {("out", earlier, s) for earlier in after(m, s)}
@@ -36,12 +37,14 @@ def needs(action: Action, stages: int, microbatches: int, after=None) -> set[Val
         return {("gin", m, s)}
     if kind == "F":
         return {("out", m, s - 1)} if s else set()
-    return {("out", m, s)} | ({("gin", m, s + 1)} if s + 1 < stages else set())
+    if kind == "C":
+        return {("out", m, s)}
+    return {("out", m, s)} | ({("gin", m, s + 1)} if s + 1 < stages else set()) | {("again", m, s)} & again
 
 
 def gives(action: Action) -> set[Value]:
     """Return the values an action gives."""
-    names = {"F": ["out"], "B": ["gin", "gw"], "I": ["gin"], "W": ["gw"], "R": []}[action.kind]
+    names = {"F": ["out"], "C": ["again"], "B": ["gin", "gw"], "I": ["gin"], "W": ["gw"], "R": []}[action.kind]
     return {(name, action.microbatch, action.stage) for name in names}
 
 
@@ -136,6 +139,7 @@ def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None, after=None)
     left = [[(item,) if pair is None or not isinstance(item, Pair) else (item.forward, item.backward)
              for item in (row if pair is not None else [half for each in row for half in halves(each)])]
             for row in rows]  # fmt: skip
+    again = {value for row in left for slot in row for value in gives(slot[0]) if value[0] == "again"}
     there: dict[Value, tuple[float, int]] = {}
     free = [0.0] * len(rows)
     spans = []
@@ -146,7 +150,7 @@ def clock(rows, stages, microbatches, *, lasts, lag=None, pair=None, after=None)
             if not row:
                 continue
             slot = row[0]
-            wanted = set().union(*(needs(action, stages, microbatches, after) for action in slot))
+            wanted = set().union(*(needs(action, stages, microbatches, after, again) for action in slot))
             together = [rank]
             if slot[0].kind == "R":
                 together = [other for other, others in enumerate(left) if slot in others]

@@ -7,7 +7,7 @@ from itertools import count
 
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import JUNK, ODD_ACTIONS, Case, catalogue_plans, legal_cases, random_cases, shuffled_cases, written
 
@@ -65,20 +65,19 @@ def test_a_plan_that_can_run_has_no_fault_when_its_placement_is_inferred(case):
     assert check(Plan(case.rows, case.stages, case.microbatches)) == []
 
 
-@given(random_cases())
-def test_the_verdict_on_random_rows_is_the_oracles(case):
-    assert (check(case.plan) == []) == case.legal
+def without_a_placement(case):
+    return Case(case.rows, case.stages, case.microbatches)
 
 
-@given(shuffled_cases())
-def test_the_verdict_on_shuffled_plans_is_the_oracles(case):
-    assert (check(case.plan) == []) == case.legal
-
-
-@given(shuffled_cases())
-def test_the_verdict_on_shuffled_plans_without_a_placement_is_the_oracles(case):
-    case = Case(case.rows, case.stages, case.microbatches)
-    assert (check(case.plan) == []) == case.legal
+@settings(max_examples=3 * settings.default.max_examples)
+@given(random_cases() | shuffled_cases() | shuffled_cases().map(without_a_placement))
+def test_the_verdict_on_random_and_shuffled_rows_is_the_oracles_and_can_be_printed(case):
+    faults = check(case.plan)
+    assert (faults == []) == case.legal
+    for fault in faults:
+        assert str(fault).startswith(f"{fault.code}: ")
+        assert max(map(len, fault.excerpt.splitlines()), default=0) <= 120
+    assert str(case.plan)
 
 
 @given(random_cases() | shuffled_cases())
@@ -90,14 +89,6 @@ def test_simulate_refuses_exactly_what_check_finds_fault_with(case):
         assert list(map(repr, refusal.value.faults)) == list(map(repr, faults))  # NaN is no action, and not itself
     else:
         assert simulate(case.plan).makespan > 0
-
-
-@given(random_cases())
-def test_every_fault_can_be_printed(case):
-    for fault in check(case.plan):
-        assert str(fault).startswith(f"{fault.code}: ")
-        assert max(map(len, fault.excerpt.splitlines()), default=0) <= 120
-    assert str(case.plan)
 
 
 # Mutations: one mistake in a plan that was right

@@ -43,38 +43,35 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("no_work")
-def test_a_file_that_cannot_be_written_is_refused_before_any_work(pipelab_command, refused, folder, command, known):
-    code, output, error = pipelab_command(*command.split(), "--save", "x.foo")
-    assert code == 1
-    assert output == ""
-    assert f"cannot be written as .foo; use one of {known}\n" in error
-    assert "there is no folder nowhere" in refused(*command.split(), "--save", f"nowhere/x{known.split()[0]}")
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(refused, folder, command, known):
     Path("file").write_text("")
-    assert "file is a file, not a folder" in refused(*command.split(), "--save", f"file/x{known.split()[0]}")
+    suffix = known.split()[0]
+    for name, told in (
+        ("x.foo", f"cannot be written as .foo; use one of {known}\n"),
+        (f"nowhere/x{suffix}", "there is no folder nowhere"),
+        (f"file/x{suffix}", "file is a file, not a folder"),
+    ):
+        assert told in refused(*command.split(), "--save", name)
 
 
-def test_the_demo_refuses_a_folder_that_it_cannot_make_before_it_trains(refused, folder, monkeypatch):
+@pytest.mark.parametrize("name", ["file", "file/inside"])
+def test_the_demo_refuses_a_folder_that_it_cannot_make_before_it_trains(refused, folder, monkeypatch, name):
     monkeypatch.setattr(showing, "train_plainly", lambda *_: pytest.fail("work before the folder was refused"))
     Path("file").write_text("")
-    for name in ("file", "file/inside"):
-        assert name in refused("demo", "--folder", name)
+    assert name in refused("demo", "--folder", name)
 
 
-def test_names_from_files_reach_the_terminal_with_their_escape_codes_spelled_out(pipelab_command, folder):
+@pytest.mark.parametrize(
+    "words",
+    ["check t.json", "simulate t.json", "compare t.json gpipe", "check \x1b[31m.csv", "check t.json --memory-cap 1"],
+)
+def test_names_from_files_reach_the_terminal_with_their_escape_codes_spelled_out(pipelab_command, folder, words):
     plan = pipelab.Plan(pipelab.GPipe(2, 2).plan().rows, name="\x1b[31mred\x9b")
     pipelab.simulate(plan).save("t.json")
     Path("\x1b[31m.csv").write_text("0F0 oops")
-    for line in (
-        "check t.json",
-        "simulate t.json",
-        "compare t.json gpipe",
-        "check \x1b[31m.csv",
-        "check t.json --memory-cap 1",
-    ):
-        _, output, error = pipelab_command(*line.split())
-        assert "\x1b" not in output + error
-        assert "\x9b" not in output + error
-        assert "\\x1b[31m" in output + error or "compare" in line
+    _, output, error = pipelab_command(*words.split())
+    assert not {"\x1b", "\x9b"} & set(output + error)
+    assert "\\x1b[31m" in output + error or "compare" in words
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
@@ -142,25 +139,21 @@ def test_a_hang_of_transfers_and_one_of_pairs_are_drawn(pipelab_command, refused
     assert Path("y.svg").read_text().count('id="arrow ') > 0
 
 
-def test_what_cannot_show_faults_is_not_written(pipelab_command, folder):
+def test_what_cannot_show_faults_is_not_written(pipelab_command, refused, folder):
     code, output, _ = pipelab_command("draw", "0F0; 1F0 1B0", "-o", "x.json", "-o", "x.csv")
     assert (code, output) == (1, "")
     assert not list(folder.iterdir())
-
-
-def test_check_draws_a_schedule_that_is_right_too(succeeds, folder):
-    assert "is right" in succeeds("check", "1f1b", "-o", "x.txt", "-o", "x.svg")
-    assert ">3B7<" in Path("x.svg").read_text()
-
-
-@pytest.mark.dot
-def test_draw_makes_dependency_graphs(succeeds, folder):
-    succeeds("draw", "1f1b", "-r", "2", "-m", "2", "--graph", "-o", "g.svg")
-    assert "<svg" in Path("g.svg").read_text()
-
-
-def test_files_that_cannot_be_read_or_written_are_told(refused, folder):
     Path("plan.csv").write_bytes(b"\xff\xfe0F0")
     assert "plan.csv is not text" in refused("check", "plan.csv")
-    error = refused("draw", "gpipe", "-o", "nowhere/x.txt")
-    assert "nowhere" in error
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("check 1f1b -o x.txt -o x.svg", ">3B7<"),
+        pytest.param("draw 1f1b -r 2 -m 2 --graph -o x.svg", "<svg", marks=pytest.mark.dot),
+    ],
+)
+def test_what_is_right_is_drawn_as_rows_and_as_a_graph(succeeds, folder, command, words):
+    succeeds(*command.split())
+    assert words in Path("x.svg").read_text()

@@ -108,24 +108,11 @@ def test_only_who_has_the_token_and_asks_for_this_machine_is_answered(play):
         assert server.get(Origin=origin)[0] == 403
     assert server.get("versions", Host="evil.example")[0] == 403
     assert server.get("other")[0] == 404
-
-
-def test_it_listens_on_this_machines_own_address_alone(play):
-    server = play("1f1b")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", server.address.port), timeout=10)
-
-
-def test_a_port_that_is_taken_gives_the_next(play):
-    port = free_port()
-    with socket.create_server(("127.0.0.1", port)):
-        assert play("1f1b", "--port", str(port)).address.port > port
-
-
-def test_two_servers_have_two_tokens(play):
-    first, second = play("1f1b"), play("1f1b")
-    assert first.address.path != second.address.path
-    assert second.get(first.address.path)[0] == 403
+    with pytest.raises(ConnectionRefusedError):  # it listens on this machine's own address alone
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+    second = play("1f1b", "--port", str(port))
+    assert second.address.port > port
+    assert second.get(server.address.path)[0] == 403
 
 
 def test_the_options_are_those_of_the_other_commands(play):
@@ -140,7 +127,7 @@ def test_the_options_are_those_of_the_other_commands(play):
 def test_each_drawing_runs_the_file_and_what_it_imports_anew(play):
     write(RIGHT.replace("class MySchedule", "import helper\n\n\nclass MySchedule"))
     write("", "helper.py")
-    server = play("mine.py:MySchedule")
+    server = play("mine.py:MySchedule", "--seconds", "5")
     server.picture("33 units")
     write("raise ValueError('of the helper')", "helper.py")
     server.picture("of the helper")
@@ -148,14 +135,9 @@ def test_each_drawing_runs_the_file_and_what_it_imports_anew(play):
         write("", "helper.py")
         write(RIGHT.replace("yield F(m)", f"yield F(m + {shift})"))
         server.picture(f"F{7 + shift} B0")
-
-
-def test_a_file_that_does_not_end_is_shown_with_its_line_as_it_is_now(play):
-    write(without("while True: rank += 1"))
-    server = play("mine.py:MySchedule", "--seconds", "2")
-    server.picture("while True: rank += 1\n")
-    write(without("while True: rank += 20"))
-    server.picture("while True: rank += 20\n")
+    for step in (1, 20):  # one that does not end is shown with its line as it is now
+        write(without(f"while True: rank += {step}"))
+        server.picture(f"while True: rank += {step}\n")
 
 
 def test_what_a_file_does_to_its_process_does_not_reach_the_server(play):
@@ -190,14 +172,6 @@ def test_a_name_is_text_whatever_it_holds(play):
     assert "&lt;img src=x onerror=alert(1)&gt;{{name}}.py:MySchedule" in text
     assert "ZeroDivisionError" in server.picture(f"{name}, line")
     assert "<img" not in server.get("draw")[1]
-
-
-def test_a_plan_in_a_file_has_its_own_sizes(play):
-    write("0F0,0B0\n1F0,1B0\n", "plan.csv")
-    server = play("plan.csv", "-f", "2")
-    server.picture("8 units")
-    write("0F0\n1F0 1B0\n", "plan.csv")
-    server.picture("missing")
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])

@@ -111,16 +111,14 @@ class Difference:
     pipelab: tuple[object, ...]
 
     def __str__(self) -> str:
-        """Return both orders around the place."""
-        first = max(0, self.position - 5)
-        lead = "… " if first else ""
-        rows = [[str(action) for action in row[first : self.position + 6]] for row in (self.pytorch, self.pipelab)]
-        width = max(map(len, rows[0] + rows[1]), default=0)
-        lines = [lead + " ".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows]
-        mark = " " * (len(lead) + (width + 1) * (self.position - first)) + "^" * width
+        """Return both orders from a few actions before the place."""
+        rows = [
+            " ".join(map(str, row[max(0, self.position - 5) : self.position + 6]))
+            for row in (self.pytorch, self.pipelab)
+        ]
         return (
             f"{self.plan}: rank {self.rank} differs at position {self.position}\n"
-            f"  PyTorch | {lines[0]}\n  pipelab | {lines[1]}\n            {mark}"
+            f"  PyTorch | {rows[0]}\n  pipelab | {rows[1]}"
         )
 
 

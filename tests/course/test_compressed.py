@@ -106,10 +106,13 @@ def test_the_command_shows_timeline_bytes_training_and_figures(pipelab_command, 
     assert "memory efficiency" in Path("f.html").read_text()
 
 
-def test_a_schedule_that_is_none_or_has_several_stages_on_a_rank_is_refused(refused):
-    for name, said in (("nope", "not a registered schedule"), ("looped-bfs", "one stage on each rank")):
-        assert said in refused("lab", "hybrid", "--schedule", name)
-
-
-def test_an_unknown_codec_is_told_by_the_command(refused):
-    assert "int4" in refused("lab", "hybrid", "--codecs", "int4")
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--schedule", "nope", "not a registered schedule"),
+        ("--schedule", "looped-bfs", "one stage on each rank"),
+        ("--codecs", "int4", "int4"),
+    ],
+)
+def test_a_schedule_or_a_codec_that_does_not_fit_is_refused(refused, option, value, said):
+    assert said in refused("lab", "hybrid", option, value)

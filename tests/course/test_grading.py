@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import runpy
 from pathlib import Path
@@ -33,11 +32,13 @@ def mark_of(grade: Grade, name: str) -> Mark:
     return next(mark for mark in grade.marks if mark.task.name == name)
 
 
-def test_the_solution_earns_all_points():
+def test_the_solution_earns_all_points_and_hints_do_not_give_it_away():
     grade = judged(SOLUTION)
-    assert grade.passed
-    assert (grade.score, grade.max_score) == (100, 100)
+    assert (grade.passed, grade.score, grade.max_score) == (True, 100, 100)
     assert "sum" in grade.note
+    answers = (".to(", "backward()", "outputs[-1]", "output.device")
+    assert not [task.name for task in HOMEWORK4 if any(answer in task.hint for answer in answers)]
+    assert "True 1F1B" in TEMPLATE.read_text(encoding="utf-8")  # it says kindly that its order is another
 
 
 def test_the_solution_differs_from_what_students_get_only_in_the_three_holes():
@@ -49,16 +50,6 @@ def test_the_solution_differs_from_what_students_get_only_in_the_three_holes():
     assert ".backward()" not in template
 
 
-def test_the_package_has_neither_solution_nor_notes():
-    package = ROOT / "pipelab"
-    texts = [
-        path.read_text(encoding="utf-8", errors="replace")
-        for path in package.rglob("*")
-        if path.suffix in (".py", ".txt", ".md")
-    ]
-    assert not [text for text in texts if MOVE in text or "Homework 4: notes for the teacher" in text]
-
-
 @pytest.mark.parametrize("text", [TEMPLATE.read_text(encoding="utf-8"), SOLUTION], ids=["holes", "solution"])
 def test_the_file_runs_with_and_without_its_holes_filled(text, tmp_path, capsys):
     (tmp_path / "pipeline_homework.py").write_text(text)
@@ -68,24 +59,16 @@ def test_the_file_runs_with_and_without_its_holes_filled(text, tmp_path, capsys)
     assert "step 0" in printed
 
 
-def test_the_file_says_kindly_that_its_order_is_not_true_1f1b():
-    assert "True 1F1B" in TEMPLATE.read_text(encoding="utf-8")
-
-
-def test_start_writes_the_file_and_never_overwrites_one(pipelab_command, succeeds, folder):
-    code, out, _ = pipelab_command("lab", "hw4", "--start", "mine")
+def test_start_writes_the_file_and_never_overwrites_one(succeeds, refused, folder):
+    assert "pipelab grade" in succeeds("lab", "hw4", "--start", "mine")
     path = folder / "mine" / "pipeline_homework.py"
-    assert (code, path.read_text()) == (0, TEMPLATE.read_text())
-    assert "pipelab grade" in out
+    assert path.read_text() == TEMPLATE.read_text()
     path.write_text("my work")
-    code, _, err = pipelab_command("lab", "hw4", "--start", "mine")
-    assert (code, path.read_text()) == (1, "my work")
-    assert "exists" in err
-    assert f"pipelab grade {Path('mine') / 'pipeline_homework.py'}" in err
-    succeeds(*re.search(r"pipelab (lab hw4 --start \S+)", err).group(1).split())  # as it advises
-
-
-def test_start_without_a_folder_writes_beside_you(succeeds, folder):
+    error = refused("lab", "hw4", "--start", "mine")
+    assert path.read_text() == "my work"
+    assert "exists" in error
+    assert f"pipelab grade {Path('mine') / 'pipeline_homework.py'}" in error
+    succeeds(*re.search(r"pipelab (lab hw4 --start \S+)", error).group(1).split())  # as it advises
     succeeds("lab", "hw4", "--start")
     assert (folder / "pipeline_homework.py").exists()
 
@@ -281,14 +264,11 @@ def test_an_output_that_goes_back_to_its_targets_device_is_right():
     assert judged(back).passed
 
 
-def test_what_is_printed_does_not_count():
+def test_what_is_printed_does_not_count_and_an_order_that_holds_more_says_how_much():
     lies = "print('F0 F1 B0 F2 B1 F3 B2')\n    outputs, targets = [], []"
-    text = changed(("outputs, targets = [], []", lies), GPIPE)
-    assert failed(judged(text)) == {"order", "hidden sizes"}
-
-
-def test_an_order_that_holds_more_says_how_much():
-    (mark,) = [mark for mark in judged(changed(GPIPE)).marks if mark.task.name == "order"]
+    grade = judged(changed(("outputs, targets = [], []", lies), GPIPE))
+    assert failed(grade) == {"order", "hidden sizes"}
+    mark = mark_of(grade, "order")
     assert mark.expected == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert mark.found == "4 micro-batches: F0 F1 F2 F3 B0 B1 B2 B3"
     assert "up to 4" in mark.effect
@@ -315,15 +295,12 @@ HALVES = ("output = model(micro_x)", "output = model.second(model.first(micro_x)
         changed(HALVES),
         changed((BACKWARD, BACKWARD.replace("()", "(retain_graph=True)"))),
         changed(("    for i, ", "    ahead = [model.first(x) for x, _ in micro_batches]\n    for i, "), HALVES),
+        SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"'),
     ],
-    ids=["halves", "retained", "halves twice"],
+    ids=["halves", "retained", "halves twice", "thread"],
 )
 def test_odd_ways_to_run_it_are_right(text):
     assert judged(text).passed
-
-
-def test_a_thread_of_its_own_loses_no_points():
-    assert judged(SOLUTION.replace('if __name__ == "__main__"', IN_A_THREAD + '\nif __name__ == "__main__"')).passed
 
 
 def test_backwards_whose_gradients_are_removed_get_a_reason_that_says_so():
@@ -343,13 +320,6 @@ def test_hidden_sizes_follow_from_the_seed_and_differ_in_rows():
     sizes = [homework4._hidden(seed) for seed in range(20)]
     assert all(len(first) == 7 and len(set(uneven)) > 1 for first, uneven in sizes)
     assert len({tuple(uneven) for _, uneven in sizes}) > 10
-
-
-def test_hints_do_not_give_the_answer_away():
-    answers = (".to(", "backward()", "outputs[-1]", "output.device")
-    assert not [task.name for task in HOMEWORK4 if any(answer in task.hint for answer in answers)]
-    assert sum(task.points for task in HOMEWORK4) == 100
-    json.dumps([task.hint for task in HOMEWORK4])
 
 
 def test_an_error_names_the_line_even_if_it_divides():

@@ -373,20 +373,8 @@ def test_ctrl_c_keeps_the_grades_that_are_done_and_leaves_nothing_running(tmp_pa
     folder.mkdir()
     (folder / "a.py").write_text(SOLUTION)
     (folder / "b.py").write_text(first("import time; time.sleep(600)"))
-    command = [
-        sys.executable,
-        "-m",
-        "pipelab",
-        "grade",
-        "all",
-        "--workers",
-        "1",
-        "--seconds",
-        "500",
-        "--save",
-        "all.csv",
-    ]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    words = ["-m", "pipelab", "grade", "all", "--workers", "1", "--seconds", "500", "--save", "all.csv"]
+    with subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("a.py")

@@ -74,22 +74,16 @@ def test_both_plots_have_room_where_a_run_has_no_efficiency():
     assert all(ax.get_position().width > 0.3 for ax in drawing.axes)
 
 
-def test_models_are_presets_or_a_width_and_a_depth():
+def test_models_are_presets_or_a_width_and_a_depth(monkeypatch):
     assert hw1.shape_of("large") == (8192, 8)
     assert hw1.shape_of("64x3") == (64, 3)
     for wrong in ("huge", "64", "0x3", "64x"):
         with pytest.raises(pipelab.UsageError, match="width x depth"):
             hw1.shape_of(wrong)
-
-
-def test_a_model_that_does_not_fit_is_refused_with_the_sizes(monkeypatch):
     monkeypatch.setattr(hw1, "free_memory", lambda: 20e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(pipelab.UsageError, match=r"large needs 35\.\d GB in 4 processes.*--processes 1,2"):
         hw1.runs(["large"], [1, 2, 4])
-
-
-def test_a_batch_that_processes_cannot_share_is_refused():
     with pytest.raises(pipelab.UsageError, match="3"):
         hw1.runs(["8x2"], [1, 3], batch=64)
 

@@ -27,9 +27,7 @@ def test_perfetto_has_every_action_arrow_and_counter(trace, tmp_path):
     for each, event in zip(slices, trace.events, strict=True):
         assert (each["tid"], each["name"]) == (event.rank, str(event.action))
         assert (each["ts"], each["dur"]) == pytest.approx((1e3 * event.start, 1e3 * event.duration))
-    spans = {(each["tid"], each["ts"]) for each in slices} | {
-        (each["tid"], each["ts"] + each["dur"]) for each in slices
-    }
+    spans = {(each["tid"], at) for each in slices for at in (each["ts"], each["ts"] + each["dur"])}
     flows = [each for each in found if each["ph"] in "sf"]
     assert len(flows) == 2 * len(trace.transfers)
     assert all((each["tid"], each["ts"]) in spans for each in flows)  # each joins a slice that is there
@@ -39,8 +37,7 @@ def test_perfetto_has_every_action_arrow_and_counter(trace, tmp_path):
         assert start["ts"] <= end["ts"]
     for rank in range(trace.ranks):
         held = [each["args"]["held"] for each in found if each["name"] == f"activations of rank {rank}"]
-        assert max(held) == trace.peak_activations[rank]
-        assert held[-1] == 0
+        assert (max(held), held[-1]) == (trace.peak_activations[rank], 0)
 
 
 def test_events_as_csv_add_up_to_the_ledger(trace, tmp_path):

@@ -37,31 +37,20 @@ def place(look):
 
 def test_every_action_is_a_node_and_every_need_an_edge(plan):
     source = graph.dot(plan)
+    drawn = edges(source)
     assert set(nodes(source)) == {str(action) for row in plan.rows for action in row}
-    assert set(edges(source)) == {(str(giver), str(needer)) for giver, needer in plan.graph().edges}
-
-
-def test_data_edges_carry_their_value_and_order_edges_are_dashed(plan):
-    drawn = edges(graph.dot(plan))
+    assert set(drawn) == {(str(giver), str(needer)) for giver, needer in plan.graph().edges}
     assert "out(0, 0)" in drawn["0F0", "1F0"]
     assert "dashed" not in drawn["0F0", "1F0"]
     assert "dashed" in drawn["0F0", "0F1"]
     assert "label" not in drawn["0F0", "0F1"]
 
 
-def test_the_critical_path_is_bold_and_nothing_else(plan):
-    drawn = edges(graph.dot(plan))
-    bold = {edge for edge, look in drawn.items() if "penwidth=3" in look}
-    path = [str(event.action) for event in pipelab.simulate(plan).critical_path]
+@pytest.mark.parametrize("cost", [Cost(), Cost(forward=[9, 1], backward=1)])
+def test_the_critical_path_is_bold_and_nothing_else(plan, cost):
+    bold = {edge for edge, look in edges(graph.dot(plan, cost)).items() if "penwidth=3" in look}
+    path = [str(event.action) for event in pipelab.simulate(plan, cost).critical_path]
     assert bold == set(itertools.pairwise(path))
-
-
-def test_the_cost_decides_the_critical_path(plan):
-    path = [event.action for event in pipelab.simulate(plan, Cost(forward=[9, 1], backward=1)).critical_path]
-    bold = {
-        edge for edge, look in edges(graph.dot(plan, Cost(forward=[9, 1], backward=1))).items() if "penwidth=3" in look
-    }
-    assert bold == {(str(one), str(two)) for one, two in itertools.pairwise(path)}
 
 
 def test_stages_are_rows_from_top_to_bottom_and_time_goes_right(plan):
@@ -82,13 +71,9 @@ def test_ranks_are_colours_also_where_a_rank_has_two_stages():
     assert colour["0F0"] == colour["2F0"] != colour["1F0"]
 
 
-def test_dot_text_needs_no_program(plan, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert plan.save_graph(tmp_path / "graph.gv").read_text(encoding="utf-8") == graph.dot(plan)
-
-
 def test_without_the_program_dot_the_text_is_written_and_the_error_says_so(plan, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
+    assert plan.save_graph(tmp_path / "graph.gv").read_text(encoding="utf-8") == graph.dot(plan)
     with pytest.raises(FormatError) as caught:
         plan.save_graph(tmp_path / "graph.svg")
     beside = tmp_path / "graph.dot"
@@ -98,21 +83,18 @@ def test_without_the_program_dot_the_text_is_written_and_the_error_says_so(plan,
     assert not (tmp_path / "graph.svg").exists()
 
 
-def test_a_picture_of_a_large_plan_is_refused_with_the_number_and_a_next_move(tmp_path):
-    large = pipelab.OneFOneB(8, 256).plan()
-    with pytest.raises(FormatError, match=r"4,096 actions, a picture at most 2,000: draw fewer micro-batches"):
-        large.save_graph(tmp_path / "graph.png")
-    assert large.save_graph(tmp_path / "graph.dot").exists()
-
-
-def test_an_unknown_suffix_lists_the_known_ones(plan, tmp_path):
-    with pytest.raises(FormatError, match=r"\.gif; use one of \.dot \.gv \.svg \.png \.pdf"):
-        plan.save_graph(tmp_path / "graph.gif")
-
-
-def test_a_faulty_plan_is_explained_rather_than_drawn(tmp_path):
-    with pytest.raises(pipelab.ScheduleError, match="missing"):
-        pipelab.Plan.parse(["0F0"]).save_graph(tmp_path / "graph.dot")
+@pytest.mark.parametrize(
+    ("plan", "suffix", "error", "told"),
+    [
+        (pipelab.OneFOneB(8, 256).plan(), "png", FormatError, r"4,096 actions, a picture at most 2,000: draw fewer"),
+        (pipelab.OneFOneB(2, 3).plan(), "gif", FormatError, r"\.gif; use one of \.dot \.gv \.svg \.png \.pdf"),
+        (pipelab.Plan.parse(["0F0"]), "dot", pipelab.ScheduleError, "missing"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_next_move(plan, suffix, error, told, tmp_path):
+    with pytest.raises(error, match=told):
+        plan.save_graph(tmp_path / f"graph.{suffix}")
+    assert pipelab.OneFOneB(8, 256).plan().save_graph(tmp_path / "large.dot").exists()
 
 
 @pytest.mark.dot

@@ -5,53 +5,29 @@ from __future__ import annotations
 import csv
 import random
 
+import oracle
 import pytest
 
 import pipelab
 from pipelab import B, Cost, F, Trace, check, compare, lower_bound, replicate, simulate
 from pipelab.draw import page
-from pipelab.plan.actions import Pair
 
 
-def halves(item):
-    return (item.forward, item.backward) if isinstance(item, Pair) else (item,)
-
-
-def oracle(plan, cost):
+def by_rule(plan, cost):
     """Return the makespan: each rank computes in order, and runs the all-reduces that it has passed on a channel."""
     times = cost.times(plan)
-    rows = [[half for item in row for half in halves(item)] for row in plan.rows]
-    place = {(each.kind, each.microbatch, each.stage): rank for rank, row in enumerate(rows) for each in row}
-    ended, free, at = {}, [0.0] * len(rows), [0] * len(rows)
-    passed = {}  # (stage, rank): when the rank comes to the all-reduce
-    last = plan.stages - 1
-
-    def needs(each):
-        kind, m, s = each.kind, each.microbatch, each.stage
-        if kind == "F":
-            return [("F", m, s - 1)] if s else []
-        if kind == "W":
-            return [("I", m, s)]
-        after = [next(key for key in ((k, m, s + 1) for k in "BI") if key in place)] if s < last else []
-        return [("F", m, s), *after]
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                each = row[at[rank]]
-                if each.kind == "R":
-                    passed[each.stage, rank] = free[rank]
-                elif all(key in ended for key in needs(each)):
-                    arrive = [ended[key] + cost.latency * (place[key] != rank) for key in needs(each)]
-                    free[rank] = max([free[rank], *arrive]) + times[each.kind][each.stage]
-                    ended[each.kind, each.microbatch, each.stage] = free[rank]
-                else:
-                    break
-                at[rank] += 1
-                moved = True
-    assert at == list(map(len, rows))
+    rows = [[half for item in row for half in oracle.halves(item)] for row in plan.rows]
+    work = [[each for each in row if each.kind != "R"] for row in rows]
+    sizes = plan.stages, plan.microbatches
+    lasts = {"lasts": lambda action: times[action.kind][action.stage], "lag": lambda _: cost.latency}
+    ended = {action: end for _, action, _, end in oracle.clock(work, *sizes, **lasts)}
+    passed, free = {}, [0.0] * len(rows)  # (stage, rank): when the rank comes to the all-reduce
+    for rank, row in enumerate(rows):
+        for each in row:
+            if each.kind == "R":
+                passed[each.stage, rank] = free[rank]
+            else:
+                free[rank] = ended[each]
     waiting = [[each.stage for each in row if each.kind == "R"] for row in rows]
     channel = [0.0] * len(rows)
     while any(waiting):
@@ -84,7 +60,7 @@ def test_random_plans_take_as_long_as_the_oracle_says(first):
         plan, numbers = random_case(seed)
         cost = Cost(**numbers, all_reduce_runs="beside")
         trace, alone = simulate(plan, cost), simulate(plan, Cost(**numbers))
-        assert trace.makespan == pytest.approx(oracle(plan, cost)), seed
+        assert trace.makespan == pytest.approx(by_rule(plan, cost)), seed
         assert lower_bound(plan, cost) <= trace.makespan + 1e-9, seed
         assert trace.makespan <= alone.makespan + 1e-9, seed
         sooner += trace.makespan < alone.makespan

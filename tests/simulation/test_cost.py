@@ -77,8 +77,8 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
-    same = {"all_reduce": 5, "latency": 3, "bandwidth": 2, "per": "stage", "unit": "ms"}
-    grow = {"backward": 16, "input_grad": 6, "pair": 24, "activation_bytes": 64}
+    same = {"all_reduce": 5, "gather": 8, "latency": 3, "bandwidth": 2, "per": "stage", "unit": "ms"}
+    grow = {"backward": 16, "input_grad": 6, "pair": 24, "offload": 8, "load": 4, "activation_bytes": 64}
     whole = Cost(forward=[8, 4], boundary_gradient_bytes=[8, 16], **grow, **same)
     quarters = {name: value / 4 for name, value in grow.items()}
     assert whole.shared(4) == Cost(forward=[2, 1], boundary_gradient_bytes=[2, 4], **quarters, **same)

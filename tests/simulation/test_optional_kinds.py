@@ -20,11 +20,6 @@ def test_a_plan_that_offloads_has_no_bound_under_a_cap():
     assert pipelab.lower_bound(BPipe(4, 6)) <= pipelab.simulate(BPipe(4, 6)).makespan
 
 
-def test_a_micro_batch_has_its_share_of_what_is_sent_away():
-    shared = Cost(offload=8, load=8, gather=8).shared(8)
-    assert (shared.offload, shared.load, shared.gather) == (1, 1, 8)
-
-
 @pytest.mark.parametrize(
     ("plan", "cost"),
     [

@@ -195,11 +195,6 @@ def test_values_are_computed_from_the_setting(monkeypatch):
     assert verdict(BY_ABOUT["Total time"]) == "wrong"
 
 
-def test_a_part_of_a_row_that_is_right_is_counted():
-    (row,) = rows(BY_ABOUT["Table 1, communication"])
-    assert row["verdict"] == "3 of 4 right"
-
-
 def test_the_command_prints_and_saves_every_claim(pipelab_command, folder):
     names = [f"claims.{suffix}" for suffix in ("csv", "md", "html", "txt")]
     saved = [word for name in names for word in ("-o", name)]

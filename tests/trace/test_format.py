@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 import jsonschema
+import oracle
 import pytest
 
 import pipelab
-from pipelab import Cost, Trace, simulate
+from pipelab import Action, Cost, Trace, simulate
 from pipelab.trace.diff import in_unit_of
 
 SCHEMA = json.loads((Path(pipelab.__file__).parent / "trace" / "trace.schema.json").read_text())
@@ -20,38 +21,12 @@ EXAMPLE = json.loads(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
 
 
 def simulated_elsewhere(data):
-    """Return the starts and ends of a file's actions; written without pipelab: each rank goes on when it can."""
-    took, ranks = data["costs"], [row.split() for row in data["rows"]]
-    last, rank_of = data["stages"] - 1, {word: at for at, row in enumerate(ranks) for word in row}
-    ended, free, done = {}, [0.0] * len(ranks), [[] for _ in ranks]
-
-    def arrives(stage, kind, microbatch, at):
-        word = f"{stage}{kind}{microbatch}"
-        if word not in ended:
-            return None
-        travels = took["out" if kind == "F" else "gin"][stage] if rank_of[word] != at else 0
-        return ended[word] + travels
-
-    while sum(map(len, done)) < len(rank_of):
-        for at, row in enumerate(ranks):
-            while len(done[at]) < len(row):
-                word = row[len(done[at])]
-                stage, kind, microbatch = re.fullmatch(r"(\d+)([FBIW])(\d+)", word).groups()
-                stage = int(stage)
-                needs = [] if kind != "W" else [ended.get(f"{stage}I{microbatch}")]
-                if kind == "F" and stage:
-                    needs.append(arrives(stage - 1, "F", microbatch, at))
-                if kind in "BI":
-                    needs.append(ended.get(f"{stage}F{microbatch}"))
-                    if stage < last:
-                        back = "I" if f"{stage + 1}I{microbatch}" in rank_of else "B"
-                        needs.append(arrives(stage + 1, back, microbatch, at))
-                if None in needs:
-                    break
-                start = max([free[at], *needs])
-                free[at] = ended[word] = start + took[kind][stage]
-                done[at].append((start, free[at]))
-    return [[start for start, _ in row] for row in done], [[end for _, end in row] for row in done]
+    """Return the starts and ends of a file's actions, by the oracle: each rank goes on when it can."""
+    took, rows = data["costs"], [list(map(Action.parse, row.split())) for row in data["rows"]]
+    lasts = {"lasts": lambda action: took[action.kind][action.stage], "lag": lambda value: took[value[0]][value[2]]}
+    spans = oracle.clock(rows, data["stages"], data["microbatches"], **lasts)
+    both = [[(start, end) for at, _, start, end in spans if at == rank] for rank in range(len(rows))]
+    return [[start for start, _ in row] for row in both], [[end for _, end in row] for row in both]
 
 
 def written_elsewhere(data, **more):

@@ -64,13 +64,15 @@ def test_a_transfer_is_told_from_what_is_not_computed():
     ]
 
 
-def test_a_transfer_that_waits_for_another_is_a_reason_of_its_own():
+def test_a_transfer_that_waits_for_another_and_a_late_start_are_reasons_of_their_own():
     plan = Plan([[F(0, 0), B(0, 0)], [F(0, 1), B(0, 1)]], stages=2, microbatches=1)
     behind = Transfer(1, 0, B(0, 1), B(0, 0), 5.0, 6.0)
     there = Transfer(0, 1, F(0, 0), F(0, 1), 1.0, 1.0)
     trace = pipelab.Trace(plan, [[0, 6], [1, 2]], [[1, 8], [2, 4]], transfers=[there, behind])
     assert trace.ledger[0] == {"dependency": 3.0, "behind another transfer": 1.0, "transfer": 1.0}
     assert "stands behind another" in trace.why(0, 4.5)
+    late = pipelab.Trace(pipelab.Naive(1, 1).plan(), [[0, 3]], [[1, 4]], source="measured")
+    assert late.ledger[0] == {"order": 2.0}
 
 
 @pytest.mark.parametrize("latency", [0, 0.25])
@@ -82,12 +84,6 @@ def test_time_behind_other_transfers_is_the_same_in_the_ledger_and_the_trace(lat
     assert sum(behind) > 10
     stood = next(each for each in trace.idle if each.reason == "behind another transfer")
     assert ", but its " in trace.why(stood.rank, stood.start)
-
-
-def test_a_rank_that_starts_late_though_all_is_there_is_idle_by_its_order():
-    plan = pipelab.Naive(1, 1).plan()
-    trace = pipelab.Trace(plan, [[0, 3]], [[1, 4]], source="measured")
-    assert trace.ledger[0] == {"order": 2.0}
 
 
 def test_an_all_reduce_waits_for_its_last_rank():

@@ -49,11 +49,6 @@ def test_whatever_fails_or_hangs_the_rest_is_gathered(benchmarks, monkeypatch, t
     assert "fine: no time was left" in (tmp_path / "summary.txt").read_text()
 
 
-def test_the_tests_of_the_gpus_benchmark_are_there(benchmarks):
-    on_gpu = importlib.import_module("on_gpu")
-    assert all((BENCHMARKS.parent / test).exists() for test in on_gpu.TESTS)
-
-
 TINY = {
     "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}, "JOB": (2, 4, 2, 2)},
     "split": {"SIZES": ((8, 2), (4, 2))},
@@ -74,14 +69,15 @@ def test_the_processors_benchmark_runs_and_reports(benchmarks, monkeypatch, part
     assert all(len(columns) > 2 and len(set(columns)) == 1 for columns in tables if columns)
 
 
-def test_the_help_names_all_that_can_be_measured(benchmarks, capsys):
-    run = importlib.import_module("run")
-    for words, code in ((["--help"], 0), (["none"], 2)):
-        with pytest.raises(SystemExit) as end:
-            run.main(words)
-        assert end.value.code == code
-        printed = capsys.readouterr()
-        assert set(run.PARTS) <= set(re.findall(r"\w+", printed.out + printed.err))
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["none"], 2)])
+def test_the_help_names_all_that_can_be_measured(benchmarks, capsys, words, code):
+    run, on_gpu = map(importlib.import_module, ("run", "on_gpu"))
+    assert all((BENCHMARKS.parent / test).exists() for test in on_gpu.TESTS)
+    with pytest.raises(SystemExit) as end:
+        run.main(words)
+    assert end.value.code == code
+    printed = capsys.readouterr()
+    assert set(run.PARTS) <= set(re.findall(r"\w+", printed.out + printed.err))
 
 
 def test_the_summary_of_the_predictions_counts_every_row_of_its_page():

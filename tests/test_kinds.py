@@ -49,12 +49,11 @@ def insert(path, before, text):
     path.write_text(source.replace(before, text + before))
 
 
-def test_a_plan_may_have_the_new_kind_or_not(found):
+def test_a_plan_may_have_the_new_kind_or_not_and_only_then_has_codes_for_it(found):
     assert found["late"] == found["without"] == []
-
-
-def test_only_a_plan_that_lists_an_optional_kind_has_codes_for_it(found):
     assert found["kinds"] == {"late": ["F", "B", "I", "W", "X", "R"], "without": ["F", "B", "I", "W", "R"]}
+    assert found["read"]
+    assert "1,X,1,0,4.5,7.5" in (found["folder"] / "updates.events.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +93,6 @@ def test_the_page_knows_what_a_new_kind_needs(found, browser):
     assert tab.evaluate(f"{names}(models[0].gives(models[0].named('1B0')[0]))") == ["0B0", "1X0"]
     assert "X update" in tab.evaluate("document.querySelector('.legend').textContent")
     tab.close()
-
-
-def test_files_keep_a_new_kind(found):
-    assert found["read"]
-    assert "1,X,1,0,4.5,7.5" in (found["folder"] / "updates.events.csv").read_text()
 
 
 def test_threads_run_a_new_kind_and_train_as_plain_updates_do(found):

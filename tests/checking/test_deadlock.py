@@ -62,6 +62,7 @@ def test_a_cycle_is_told_from_its_lowest_rank_and_who_waits_for_it_is_no_part_of
     assert fault.rank == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(schedules))
 def test_hints_undo_every_deadlock_that_one_moved_action_makes(name):
     found = 0

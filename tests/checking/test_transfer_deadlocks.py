@@ -6,7 +6,7 @@ import pytest
 from fuzz.wire import ON_GLOO, happened, on_gloo, processes
 from strategies import WIRES, near
 
-from pipelab import B, F, Plan, ScheduleError, UsageError, check, lower, replicate, schedules, simulate
+from pipelab import B, F, Plan, ScheduleError, check, lower, replicate, schedules, simulate
 
 HANGS = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
 
@@ -16,16 +16,14 @@ THROUGH_AN_ALL_REDUCE = Plan.parse("1F2 2F2 2B2 2F0 2B0 2R 1B2; 1F0 1B0 2F1 2B1 
 def test_the_cycle_through_sends_and_receives_is_explained_step_by_step():
     assert check(HANGS) == []
     (fault,) = check(HANGS, order="at-use", transport="rank")
-    assert str(fault) == (
-        "transfer-deadlock: rank 0 waits for rank 1, which waits for rank 0\n"
-        "  0SEND_F1 (rank 0) has to meet 1RECV_F1\n"
-        "  1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0\n"
-        "  0RECV_B0 comes after 0SEND_F1 on rank 0\n"
-        '  try: use pipelab.lower(plan, order="by-time"): it cannot hang, and its to_csv writes a file that '
-        "PyTorch runs\n"
-        "    rank 0 | 0F0 0F1 0B0 0B1\n"
-        "                 ^^^"
-    )
+    assert fault.message.splitlines() == [
+        "rank 0 waits for rank 1, which waits for rank 0",
+        "  0SEND_F1 (rank 0) has to meet 1RECV_F1",
+        "  1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0",
+        "  0RECV_B0 comes after 0SEND_F1 on rank 0",
+    ]
+    assert 'pipelab.lower(plan, order="by-time")' in fault.hint
+    assert fault.excerpt == "rank 0 | 0F0 0F1 0B0 0B1\n             ^^^"
     assert (fault.rank, fault.position, fault.action) == (0, 1, F(1, 0))
 
 
@@ -113,14 +111,6 @@ def test_on_gloo_blocking_sends_hang_there_and_posted_ones_nowhere():
             for how, transport in ON_GLOO.items():
                 hangs = on_gloo(real, lower(plan, order=order).rows, how) is None
                 assert hangs is bool(check(plan, order=order, transport=transport)), (order, how)
-
-
-@pytest.mark.parametrize("wrong", ["", "torch", None, 3])
-def test_an_unknown_word_is_refused_with_those_that_there_are(wrong):
-    with pytest.raises(UsageError, match="by-time"):
-        check(HANGS, order=wrong)
-    with pytest.raises(UsageError, match="holding"):
-        check(HANGS, transport=wrong)
 
 
 def test_a_receive_that_holds_its_rank_hangs_where_an_all_reduce_comes_before_its_send():

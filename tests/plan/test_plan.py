@@ -234,7 +234,6 @@ def test_a_giant_slip_is_told_and_takes_no_memory(slip):
 def test_several_large_slips_take_no_memory_either():
     plan = Plan([[F(0, 0), B(0, 0), F(4000, 0), F(0, 4000)]])
     assert plan.stages * plan.microbatches <= 1 << 17
-    assert "missing" in [fault.code for fault in check(plan)]
 
 
 def test_a_faulty_plan_shows_what_cannot_be_bound_as_it_was_written():

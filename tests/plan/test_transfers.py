@@ -18,15 +18,27 @@ def rows(low):
     return list(map(" ".join, low.words()))
 
 
-def test_pytorchs_order_posts_a_receive_when_its_send_is_placed():
-    assert rows(lowered(CALM.bound, "pytorch")) == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
-        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
-    ]
+AT_USE = "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
 
 
-def test_a_receive_at_use_stands_right_before_its_use():
-    assert rows(lowered(CALM.bound, "at-use"))[1] == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"
+@pytest.mark.parametrize(
+    ("order", "first", "second"),
+    [
+        (  # posts a receive when its send is placed
+            "pytorch",
+            "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+            "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+        ),
+        ("at-use", "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", AT_USE),
+        # Both exchange F1 and B0 at once. PyTorch's own order has rank 1 receive first; deferred, rank 0 does.
+        ("deferred", "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", AT_USE),
+        ("by-time", "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1", AT_USE),  # micro-batch by micro-batch
+    ],
+)
+def test_every_order_puts_sends_and_receives_where_it_says(order, first, second):
+    low = lowered(CALM.bound, "pytorch")
+    values = sorted(low.crossings, key=lambda value: (low.bound.codes.microbatch[low.crossings[value].giver], value))
+    assert rows(lowered(CALM.bound, order, values if order == "by-time" else None)) == [first, second]
 
 
 def test_a_pair_receives_before_both_halves_and_sends_after_both():
@@ -73,29 +85,11 @@ def test_the_number_of_queues_is_that_of_the_transport():
     assert numbers == {"buffered": 0, "holding": 0, "rank": 4, "pair": 8, "edge": 16}
 
 
-def test_an_order_of_values_is_the_order_of_every_queue():
-    low = lowered(CALM.bound, "pytorch")
-    order = sorted(low.crossings, key=lambda value: (low.bound.codes.microbatch[low.crossings[value].giver], value))
-    assert rows(lowered(CALM.bound, "by-time", order)) == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1",
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
-    ]
-
-
 def test_replicas_send_to_the_ranks_of_their_own_copy():
     plan = replicate(schedules["1f1b"](2, 4), 2).plan()
     low = lowered(plan.bound, "pytorch")
     assert {(each.source, each.target) for each in low.crossings.values()} == {(0, 1), (1, 0), (2, 3), (3, 2)}
     assert check(plan, transport="rank") == []
-
-
-def test_a_lower_rank_receives_before_it_sends_if_receives_are_deferred():
-    # Both exchange F1 and B0 at once. PyTorch's own order has rank 1 receive first; deferred, rank 0 does.
-    plan = Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
-    assert rows(lowered(plan.bound, "deferred")) == [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
-        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
-    ]
 
 
 def test_the_words_of_a_runtime_are_those_of_its_version():
@@ -156,16 +150,14 @@ def may_run(word, rank, rows, at, done):
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("torch", "options"),
     [
-        {"torch": "new"},
-        {"torch": "2.14", "max_outstanding_sends": 1},
-        {"torch": "2.15", "max_outstanding_sends": -1},
-        {"torch": "2.15", "max_outstanding_sends": 0},
-        {"torch": "2.15", "unshard_lookahead": [3]},
-        {"torch": "2.15", "unshard_lookahead": "most"},
+        ("new", {}),
+        ("2.14", {"max_outstanding_sends": 1}),
+        *(("2.15", {"max_outstanding_sends": each}) for each in (-1, 0)),
+        *(("2.15", {"unshard_lookahead": each}) for each in ([3], "most")),
     ],
 )
-def test_what_a_runtime_cannot_do_is_refused(given):
+def test_what_a_runtime_cannot_do_is_refused(torch, options):
     with pytest.raises(UsageError):
-        lower(schedules["1f1b"](2, 2)).for_runtime(**given)
+        lower(schedules["1f1b"](2, 2)).for_runtime(torch, **options)

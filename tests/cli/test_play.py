@@ -127,7 +127,7 @@ def test_the_options_are_those_of_the_other_commands(play):
 def test_each_drawing_runs_the_file_and_what_it_imports_anew(play):
     write(RIGHT.replace("class MySchedule", "import helper\n\n\nclass MySchedule"))
     write("", "helper.py")
-    server = play("mine.py:MySchedule", "--seconds", "5")
+    server = play("mine.py:MySchedule")
     server.picture("33 units")
     write("raise ValueError('of the helper')", "helper.py")
     server.picture("of the helper")
@@ -135,7 +135,12 @@ def test_each_drawing_runs_the_file_and_what_it_imports_anew(play):
         write("", "helper.py")
         write(RIGHT.replace("yield F(m)", f"yield F(m + {shift})"))
         server.picture(f"F{7 + shift} B0")
-    for step in (1, 20):  # one that does not end is shown with its line as it is now
+
+
+def test_a_file_that_does_not_end_is_shown_with_its_line_as_it_is_now(play):
+    write(without("while True: rank += 1"))
+    server = play("mine.py:MySchedule", "--seconds", "2")
+    for step in (1, 20):
         write(without(f"while True: rank += {step}"))
         server.picture(f"while True: rank += {step}\n")
 

@@ -178,6 +178,12 @@ def opened(browser, tmp_path):
     assert complaints == []
 
 
+@pytest.fixture
+def tab(opened, trace):
+    """A tab with the page of 1F1B on 4 ranks with 8 micro-batches."""
+    return opened(page.page(trace))
+
+
 def panel(tab):
     """Return what the panel says, as a dictionary."""
     names = tab.locator("#panel dt").all_inner_texts()
@@ -192,8 +198,7 @@ def click(tab, name):
     tab.locator(f"[data-action='{name}']").first.click(force=True)
 
 
-def test_every_bar_lies_where_its_times_say(opened, trace):
-    tab = opened(page.page(trace))
+def test_every_bar_lies_where_its_times_say(tab, trace):
     read = "bars => bars.map(b => [b.dataset.action, ...['x', 'width', 'y'].map(name => +b.getAttribute(name))])"
     bars = tab.locator("#timelines .bar").evaluate_all(read)
     scale = tab.locator("#timelines svg").evaluate("svg => svg.clientWidth") / 33
@@ -205,8 +210,7 @@ def test_every_bar_lies_where_its_times_say(opened, trace):
         assert y // 42 == event.rank  # lanes of 34 pixels, with a memory strip of 8 each
 
 
-def test_a_chosen_action_stays_and_says_what_it_needs_and_gives(opened, trace):
-    tab = opened(page.page(trace))
+def test_a_chosen_action_stays_and_says_what_it_needs_and_gives(tab):
     click(tab, "0B0")
     tab.mouse.move(5, 5)
     assert title(tab) == "0B0"
@@ -344,8 +348,7 @@ def test_a_selection_moves_nothing_of_the_picture(opened):
         tab.keyboard.press("Escape")
 
 
-def test_a_narrower_window_keeps_the_time_at_the_left_edge(opened, trace):
-    tab = opened(page.page(trace))
+def test_a_narrower_window_keeps_the_time_at_the_left_edge(tab):
     tab.evaluate("timelines[0].show(10, 16)")
     wait_until(tab, "!timelines[0].dirty && timelines[0].zoom > 5")
     tab.set_viewport_size({"width": 900, "height": 800})
@@ -366,8 +369,7 @@ def test_every_control_acts_where_bars_are_thinner_than_pixels(opened):
     assert "rank 15" in tab.locator("#panel h3").inner_text()  # whose time the critical path is
 
 
-def test_the_critical_path_is_linked_and_says_whose_time_it_is(opened, trace):
-    tab = opened(page.page(trace))
+def test_the_critical_path_is_linked_and_says_whose_time_it_is(tab, trace):
     top = tab.evaluate("timelines[0].svg.getBoundingClientRect().top")
     tab.keyboard.press("c")
     wait_until(tab, "document.querySelectorAll('.arrow.path').length > 0")
@@ -386,8 +388,7 @@ def test_the_critical_path_is_linked_and_says_whose_time_it_is(opened, trace):
     assert tab.locator("[data-layer=critical]").get_attribute("aria-pressed") == "false"
 
 
-def test_an_idle_time_says_its_reason_and_its_root(opened, trace):
-    tab = opened(page.page(trace))
+def test_an_idle_time_says_its_reason_and_its_root(tab):
     tab.locator("[data-idle='0:4']").click()
     assert title(tab) == "Rank 0 is idle from 4 to 10"
     assert "6 units: dependency" in tab.locator("#panel").inner_text()
@@ -401,8 +402,7 @@ def test_an_idle_time_says_its_reason_and_its_root(opened, trace):
     assert title(tab) == "Rank 3 is idle from 0 to 3"
 
 
-def test_the_arrow_keys_go_from_action_to_action(opened, trace):
-    tab = opened(page.page(trace))
+def test_the_arrow_keys_go_from_action_to_action(tab):
     tab.locator(".scroller").focus()
     seen = []
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "End", "ArrowLeft", "n", "p"):
@@ -414,8 +414,7 @@ def test_the_arrow_keys_go_from_action_to_action(opened, trace):
     assert not tab.locator("#panel").is_visible()
 
 
-def test_zooming_keeps_the_chosen_action_in_the_window(opened, trace):
-    tab = opened(page.page(trace))
+def test_zooming_keeps_the_chosen_action_in_the_window(tab):
     click(tab, "3B7")
     for _ in range(6):
         tab.keyboard.press("+")
@@ -434,8 +433,7 @@ def test_an_all_reduce_without_time_lies_over_the_bars(opened):
     assert all(name.endswith("R") for name in marks.evaluate_all(over))
 
 
-def test_a_hundred_wheel_events_in_a_frame_draw_once(opened, trace):
-    tab = opened(page.page(trace))
+def test_a_hundred_wheel_events_in_a_frame_draw_once(tab):
     spun = """() => new Promise(done => requestAnimationFrame(() => {
       const before = draws.count, turn = { deltaY: -3, ctrlKey: true, clientX: 600 };
       for (let count = 0; count < 100; count += 1) timelines[0].scroller.dispatchEvent(new WheelEvent("wheel", turn));
@@ -504,16 +502,14 @@ def dragged(tab, place, begin, end, height):
     return tab.locator("#panel").inner_text()
 
 
-def test_a_drag_moves_the_picture_and_selects_nothing(opened, trace):
-    tab = opened(page.page(trace))
+def test_a_drag_moves_the_picture_and_selects_nothing(tab):
     tab.evaluate("timelines[0].setZoom(4, 0)")
     assert dragged(tab, ".scroller", 500, 300, 30) == ""
     assert tab.evaluate("timelines[0].left") == 200
     assert tab.locator("#panel").is_hidden()
 
 
-def test_a_drag_on_the_axis_or_with_shift_sums_a_span(opened, trace, tmp_path):
-    tab = opened(page.page(trace))
+def test_a_drag_on_the_axis_or_with_shift_sums_a_span(tab, trace, tmp_path):
     tab.evaluate("timelines[0].choose({ range: { from: 4, to: 16 } })")
     told = tab.locator("#panel").inner_text()
     assert "12 units on 4 ranks: 48 = work 36 + dependency 12" in told
@@ -562,8 +558,7 @@ def test_a_hundred_ranks_are_bands_that_open(opened):
     assert tab.get_by_role("button", name="rank 90", exact=True).is_visible()
 
 
-def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
-    tab = opened(page.page(trace))
+def test_two_fingers_zoom_about_the_time_between_them(tab):
     pinch = """() => {
       const line = timelines[0], target = line.scroller, left = target.getBoundingClientRect().left;
       const touch = (name, ...all) => {
@@ -579,8 +574,7 @@ def test_two_fingers_zoom_about_the_time_between_them(opened, trace):
     assert moved == pytest.approx(0, abs=0.05)
 
 
-def test_paper_shows_all_of_it(opened, trace):
-    tab = opened(page.page(trace))
+def test_paper_shows_all_of_it(tab):
     tab.keyboard.press("+")
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     labels = tab.locator(".print .label").evaluate_all("texts => texts.map(text => text.textContent)")
@@ -592,8 +586,7 @@ def test_paper_shows_all_of_it(opened, trace):
     assert len(tab.pdf(format="A4")) > 5000
 
 
-def test_the_address_holds_the_state(opened, trace, tmp_path):
-    tab = opened(page.page(trace))
+def test_the_address_holds_the_state(tab, tmp_path):
     click(tab, "2B3")
     tab.keyboard.press("c")
     tab.keyboard.press("+")
@@ -610,8 +603,7 @@ def test_the_address_holds_the_state(opened, trace, tmp_path):
     assert tab.locator("#panel").is_hidden()
 
 
-def test_finding_and_playing(opened, trace):
-    tab = opened(page.page(trace))
+def test_finding_and_playing(tab):
     tab.keyboard.press("/")
     tab.keyboard.type("idle > 5")
     assert tab.locator("#hits").inner_text() == "2 found"
@@ -678,15 +670,13 @@ def test_a_page_has_every_text_of_its_scripts_as_it_was_written(name):
     assert len(lean) < 0.9 * len(written)
 
 
-def test_a_screen_reader_reads_the_page(opened, trace):
-    tab = opened(page.page(trace))
+def test_a_screen_reader_reads_the_page(tab):
     click(tab, "2B3")
     golden = Path(__file__).parents[1] / "golden" / "page-1f1b-4x8.aria.yml"
     assert tab.locator("body").aria_snapshot() + "\n" == golden.read_text(encoding="utf-8")
 
 
-def test_ten_tasks_with_the_keyboard_alone(opened, trace):
-    tab = opened(page.page(trace))
+def test_ten_tasks_with_the_keyboard_alone(tab):
     focus = "(each => each.getAttribute('aria-label') ?? each.textContent)(document.activeElement)"
 
     def press(*keys):
@@ -758,8 +748,7 @@ def test_ten_tasks_with_the_keyboard_alone(opened, trace):
 
 
 @pytest.mark.parametrize("width", [1280, 640, 390])
-def test_text_of_twice_the_size_fits(opened, trace, width):
-    tab = opened(page.page(trace))
+def test_text_of_twice_the_size_fits(tab, width):
     tab.set_viewport_size({"width": width, "height": 844})
     tab.add_style_tag(content=":root { font-size: 200% }")
     click(tab, "2B3")
@@ -768,8 +757,7 @@ def test_text_of_twice_the_size_fits(opened, trace, width):
     assert tab.locator(".scroller").bounding_box()["width"] > 0.3 * width
 
 
-def test_forced_colours_keep_the_bars_and_show_what_is_pressed(opened, trace):
-    tab = opened(page.page(trace))
+def test_forced_colours_keep_the_bars_and_show_what_is_pressed(tab):
     colours = """() => ["[data-action='0F0']", "[data-layer=memory]", "[data-layer=critical]"].map(name => {
       const style = getComputedStyle(document.querySelector(name));
       return name.includes("layer") ? style.backgroundColor : style.fill;
@@ -837,8 +825,7 @@ def test_timelines_on_one_axis_zoom_together(opened):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_follows_the_readers_light_or_dark(opened, trace, scheme):
-    tab = opened(page.page(trace))
+def test_the_page_follows_the_readers_light_or_dark(tab, scheme):
     tab.emulate_media(color_scheme=scheme)
     paper = tab.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 RIGHT = (Path(__file__).parent / "scripts" / "my_schedule.py").read_text()
 
@@ -15,3 +16,11 @@ def one_line_each(shown: str) -> int:
     commands = [name for name in listed if not name.startswith("-")]
     assert sum(panel.count("│\n") for panel in panels) == len(commands)
     return len(commands)
+
+
+def ran(page: Path) -> dict[str, Any]:
+    """Run the Python of a page from top to bottom; return what it has made."""
+    made: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(block, made)  # noqa: S102 - it is the page's own
+    return made

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
 import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from browsing import wait_until
+from browsing import served, wait_until
 from commands import RIGHT
 
 import pipelab
@@ -146,15 +143,8 @@ def site(tmp_path_factory):
     if "reason" in engine:
         pytest.skip(f"needs Pyodide: {engine['reason']}")
     (folder / "bare.html").write_text('<!DOCTYPE html><link rel="icon" href="data:,"><script src="engine.js"></script>')
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with served(folder) as address:
+        yield address
 
 
 @pytest.fixture

@@ -9,20 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ran
 from torch import nn
 
 import pipelab
 
-PAGE = (Path(__file__).parents[1] / "docs" / "questions.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[1] / "docs" / "questions.md"
 
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """Run the page; return what it has made."""
-    made: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL):
-        exec(block, made)  # noqa: S102 - it is the page's own
-    return made
+    return ran(PAGE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # TorchDynamo
+def test_the_code_of_the_page_about_plain_training_runs_and_prints_what_it_says(capsys):
+    page = PAGE.with_name("training.md")
+    ran(page)
+    printed = capsys.readouterr().out.splitlines()
+    said = re.findall(r"print\(.*\)  # (.*?)(?: …)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(said) == len(printed) == 2
+    assert all(map(str.startswith, printed, said))
 
 
 def test_costs_are_those_of_one_microbatch(names):
@@ -58,7 +66,7 @@ def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
 
 def test_a_loop_that_sums_is_named_as_the_page_prints_it(names):
     assert (names["found"].code, names["found"].factor) == ("times-microbatches", 8)
-    assert all(f"# {line}" in PAGE for line in str(names["found"]).splitlines())
+    assert all(f"# {line}" in PAGE.read_text(encoding="utf-8") for line in str(names["found"]).splitlines())
 
 
 def test_a_trace_of_whole_backwards_gives_halves(names):
@@ -67,9 +75,6 @@ def test_a_trace_of_whole_backwards_gives_halves(names):
     assert last["I"] == pytest.approx(last["W"])
     assert first["I"] == pytest.approx(0)
     assert first["W"] == pytest.approx(names["cost"].backward[0])
-
-
-def test_a_fine_cut_predicts_a_coarse_one(names):
     assert names["coarse"].plan.stages == 2
 
 

@@ -203,14 +203,11 @@ def test_a_place_that_is_wrong_once_is_told_where():
 
 
 def test_a_refused_size_is_told_with_its_reason():
-    class Even(pipelab.GPipe):
-        @classmethod
-        def refusal(cls, ranks, microbatches):  # noqa: ARG003 - pipelab calls it with both
-            return f"{microbatches} micro-batches cannot be halved: take 4" if microbatches % 2 else None
-
-    assert Even(2, 4).plan().microbatches == 4
-    fault = the_fault(Even(2, 3))
-    assert str(fault) == "refused: 3 micro-batches cannot be halved: take 4"
+    odd = classmethod(lambda _, ranks, microbatches: f"{microbatches}: take 4" if microbatches % 2 else None)
+    even = type("Even", (pipelab.GPipe,), {"refusal": odd})
+    assert even(2, 4).plan().microbatches == 4
+    fault = the_fault(even(2, 3))
+    assert str(fault) == "refused: 3: take 4"
     assert (fault.rank, fault.position) == (None, None)
 
 
@@ -238,8 +235,7 @@ def test_sizes_may_be_another_librarys_whole_numbers():
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_a_schedule_with_several_stages_per_rank_places_them_round_robin(ranks, microbatches, stages_per_rank):
-    schedule = Interleaved(ranks, microbatches, stages_per_rank)
-    plan = schedule.plan()
+    plan = Interleaved(ranks, microbatches, stages_per_rank).plan()
     assert (plan.ranks, plan.stages) == (ranks, ranks * stages_per_rank)
     assert all(item.stage % ranks == rank for rank, row in enumerate(plan.rows) for item in row)
 
@@ -252,7 +248,7 @@ def test_an_action_without_a_stage_gets_the_only_stage_of_its_micro_batch():
             return stage if microbatch == 0 else self.ranks - 1 - stage
 
     plan = Bidirectional(2, 2).plan()
-    assert [str(item) for item in plan.rows[0]] == ["0F0", "0B0", "1F1", "1B1", "1R", "0R"]
+    assert " ".join(map(str, plan.rows[0])) == "0F0 0B0 1F1 1B1 1R 0R"
     assert plan.replicas == {0: (0, 1), 1: (0, 1)}
 
 
@@ -289,16 +285,10 @@ def test_a_notebook_shows_a_schedules_plan_or_why_there_is_none():
     assert shown == pipelab.OneFOneB(2, 2).plan()._repr_html_()
     assert "<b>1F1B · 2 ranks, 2 micro-batches</b>\nrank 0 | <span" in shown
     assert "1 fault in DualPipe(ranks=3, microbatches=2)" in pipelab.DualPipe(3, 2)._repr_html_()
-
-
-def test_a_notebook_shows_what_a_plan_holds_as_text():
     plan = pipelab.Plan([["<b>", F(0), B(0), F("<i>"), F(1) & B(1)], [F(0)] * 1000], name="<img>")
     shown = plan._repr_html_()
-    assert "<img>" not in shown
-    assert "&lt;img&gt;" in shown
-    assert "&#x27;&lt;b&gt;&#x27;" in shown
-    assert "<i>" not in shown
-    assert "… 800 more …" in shown
+    assert not [tag for tag in ("<img>", "<i>") if tag in shown]
+    assert all(text in shown for text in ("&lt;img&gt;", "&#x27;&lt;b&gt;&#x27;", "… 800 more …"))
 
 
 def test_a_class_says_how_many_stages_its_ranks_hold_and_a_caller_may_say_otherwise():

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import threading
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from browsing import wait_until
+from browsing import served, wait_until
+from commands import ran
 
 import pipelab
 
@@ -83,20 +81,8 @@ def built() -> Path:
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
     """Serve the built site; return its address."""
-    handler = partial(Quiet, directory=str(built()))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
-        thread.join()
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    """Does not print requests."""
-
-    def log_message(self, *_: object) -> None:
-        pass
+    with served(built()) as address:
+        yield address
 
 
 class Parts(HTMLParser):
@@ -410,13 +396,7 @@ def test_every_handout_prints_on_one_page(browser: Any, site: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* ranks share:UserWarning")  # on a machine with fewer GPUs than ranks
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("page", ["misconceptions.md", "how_to/from_a_script.md", "teach/copying.md"])
-def test_the_code_of_a_page_runs_and_its_numbers_hold(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    made: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        exec(block, made)  # noqa: S102 - it is the page's own
-    assert "pipelab" in made
+def test_the_code_of_a_page_runs_and_its_numbers_hold(page: str) -> None:
+    assert "pipelab" in ran(ROOT / "docs" / page)

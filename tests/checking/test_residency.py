@@ -218,13 +218,6 @@ def test_who_waits_for_a_gather_is_told_which_one_and_what_it_waited_for():
     assert trace.why(0, 0.1).endswith("0UNSHARD begins on rank 0 at 0: nothing comes before it.")
 
 
-def test_a_difference_that_comes_from_gathers_is_called_so():
-    plan = pipelab.with_gathers(pipelab.Interleaved1F1B(2, 2), 1)
-    found = pipelab.diff(simulate(plan), simulate(plan, Cost(gather=1)))
-    assert found.parts == {"moves": found.longer}
-    assert {str(each.action) for each in found if each.effects} == {"0UNSHARD", "2UNSHARD", "1UNSHARD"}
-
-
 @pytest.mark.parametrize("kind", [pipelab.BPipe, pipelab.PipeOffload])
 def test_gathers_are_written_into_plans_that_send_activations_away(kind):
     plan = kind(4, 8).plan()

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from browsing import wait_until
+from browsing import complaints_of, wait_until
 from commands import RIGHT
 from processes import environment, free_port
 
@@ -204,19 +204,16 @@ def test_an_unknown_file_is_told_before_it_starts(pipelab_command, folder):
 @pytest.fixture
 def opened(browser, play):
     """Return a function that opens a server's page and fails the test on anything the browser complains about."""
-    complaints = []
-    tab = browser.new_page(viewport={"width": 1300, "height": 800})
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("console", lambda message: complaints.append(message.text))
+    tab, complaints = browser.new_page(viewport={"width": 1300, "height": 800}), []
 
     def opener(server, path=""):
-        tab.on("request", lambda request: request.url.startswith(server.url) or complaints.append(request.url))
+        complaints.append(complaints_of(tab, server.url))
         tab.goto(server.url + path, wait_until="domcontentloaded")
         return tab
 
     yield opener
     tab.close()
-    assert complaints == []
+    assert not any(complaints)
 
 
 def shows(tab, words):

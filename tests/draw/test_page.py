@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from browsing import wait_until
+from browsing import complaints_of, wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
@@ -160,11 +160,8 @@ def test_a_comparison_says_where_units_differ(trace):
 @pytest.fixture
 def opened(browser, tmp_path):
     """Return a function that opens a page and fails the test on anything the browser complains about."""
-    complaints = []
     tab = browser.new_page(viewport={"width": 1300, "height": 800})
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("request", lambda request: request.url.startswith("file:") or complaints.append(request.url))
+    complaints = complaints_of(tab, "file:")
 
     def opener(source):
         path = tmp_path / "page.html"

@@ -105,19 +105,15 @@ def test_a_backward_whose_version_is_no_longer_kept_is_refused():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_pipedream_uses_weights_that_lack_as_many_updates_as_ranks_come_after(ranks, microbatches):
-    plan = pipelab.PipeDream(ranks, microbatches).plan()
-    used = oracle(plan.rows, ranks, microbatches)
-    assert used == {(m, s): max(0, m - (ranks - 1 - s)) for m in range(microbatches) for s in range(ranks)}
-    assert pipelab.check(plan, versions=ranks) == []
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
-def test_2bw_uses_weights_one_update_late_on_every_rank_and_keeps_two_versions(ranks, microbatches):
-    plan = pipelab.TwoBW(ranks, microbatches).plan()
-    used = oracle(plan.rows, ranks, microbatches)
-    assert used == {(m, s): max(0, m // ranks - 1) for m in range(microbatches) for s in range(ranks)}
-    assert pipelab.check(plan, versions=2) == []
+def test_pipedream_and_2bw_use_weights_as_late_as_their_papers_say(ranks, microbatches):
+    for kind, versions, version in (
+        (pipelab.PipeDream, ranks, lambda m, s: m - (ranks - 1 - s)),  # as many updates as ranks come after
+        (pipelab.TwoBW, 2, lambda m, s: m // ranks - 1),  # one update late on every rank
+    ):
+        plan = kind(ranks, microbatches).plan()
+        used = oracle(plan.rows, ranks, microbatches)
+        assert used == {(m, s): max(0, version(m, s)) for m in range(microbatches) for s in range(ranks)}
+        assert pipelab.check(plan, versions=versions) == []
 
 
 def test_memory_counts_versions_and_the_gradients_of_each_group():

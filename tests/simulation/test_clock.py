@@ -15,20 +15,8 @@ from pipelab import B, Cost, F, I, Plan, R, ScheduleError, W, simulate
 from pipelab.errors import CostError
 
 
-class Interleaved(pipelab.Schedule):
-    """Two stages per rank, all forwards, then all backwards, as a student would write it."""
-
-    def __init__(self, ranks, microbatches, stages_per_rank=2):
-        super().__init__(ranks, microbatches, stages_per_rank)
-
-    def actions(self, rank):
-        mine = range(rank, self.stages, self.ranks)
-        for s in mine:
-            for m in range(self.microbatches):
-                yield F(m, stage=s)
-        for s in reversed(mine):
-            for m in range(self.microbatches):
-                yield B(m, stage=s)
+class Interleaved(pipelab.LoopedBFS):
+    """Two stages per rank, all forwards, then all backwards."""
 
 
 def by_stage(microbatch, stage):
@@ -112,14 +100,8 @@ def test_missing_halves_are_half_of_the_backward_even_where_it_is_a_list():
     assert times["I"] == times["W"] == [0.5, 1, 1.5, 2]
     times = Cost(backward=4, input_grad=3).times(pipelab.GPipe(2, 1).plan())
     assert (times["I"], times["W"]) == ([3, 3], [2, 2])
-
-
-def test_interleaving_shortens_the_bubble_at_the_same_total_work():
-    plain = simulate(pipelab.GPipe(2, 4), Cost(forward=2, backward=4))
-    interleaved = simulate(Interleaved(2, 4), Cost(forward=2, backward=4))
-    assert sum(interleaved.busy) == sum(plain.busy) == 2 * 4 * 6
-    assert interleaved.makespan == 27
-    assert plain.makespan == 30
+    sizes = Cost(latency=1, bandwidth=2, activation_bytes=8, boundary_gradient_bytes=4)  # only times are scaled
+    assert sizes.transfer_times(Interleaved(2, 1).plan()) == ([5.0] * 4, [3.0] * 4)
 
 
 def test_a_ranks_share_counts_the_ranks_that_one_micro_batch_visits():
@@ -129,28 +111,7 @@ def test_a_ranks_share_counts_the_ranks_that_one_micro_batch_visits():
     assert Cost(forward=1).times(one_rank)["F"] == [0.5, 0.5]
 
 
-def test_only_times_are_scaled_sizes_are_not():
-    plan = Interleaved(2, 1).plan()
-    cost = Cost(latency=1, bandwidth=2, activation_bytes=8, boundary_gradient_bytes=4)
-    assert cost.transfer_times(plan) == ([5.0] * 4, [3.0] * 4)
-
-
 # Transfers
-
-
-def test_a_transfer_delays_whoever_needs_it_and_keeps_no_rank_busy():
-    trace = simulate(pipelab.GPipe(2, 2), Cost(forward=1, backward=1, latency=0.5))
-    assert spans(trace) == {
-        (0, F(0, 0)): (0, 1),
-        (0, F(1, 0)): (1, 2),
-        (1, F(0, 1)): (1.5, 2.5),
-        (1, F(1, 1)): (2.5, 3.5),
-        (1, B(0, 1)): (3.5, 4.5),
-        (1, B(1, 1)): (4.5, 5.5),
-        (0, B(0, 0)): (5, 6),
-        (0, B(1, 0)): (6, 7),
-    }
-    assert trace.busy == (4, 4)
 
 
 @given(legal_cases(), st.sampled_from([0.25, 1]), st.sampled_from([0, 0.25, 4]))
@@ -170,14 +131,6 @@ def test_a_busy_rank_goes_on_when_all_that_it_sends_has_arrived(case, time, late
             assert event.start >= begins if event.action.kind == "R" else event.start == pytest.approx(begins)
             assert event.duration == pytest.approx(lasts[event.action.kind])
             free = event.end
-
-
-def test_a_busy_sender_starts_nothing_before_its_value_has_arrived():
-    plan = Plan.parse(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"])
-    trace = simulate(plan, Cost(forward=1, backward=1, latency=2, sender="busy"))
-    assert trace.starts == ((0, 3, 10, 13), (3, 6, 7, 10))
-    assert trace.busy == (4, 4)
-    assert simulate(pipelab.GPipe(2, 2), Cost(sender="busy")) == simulate(pipelab.GPipe(2, 2))
 
 
 def test_pairs_in_one_slot_and_moves_wait_for_what_their_rank_sends():
@@ -203,12 +156,6 @@ def test_activations_and_gradients_have_sizes_of_their_own_which_matter_with_a_b
     trace = simulate(Plan.parse(["0F0 0B0", "1F0 1B0"]), cost)
     assert [(transfer.start, transfer.end) for transfer in trace.transfers] == [(5, 5.5), (1, 3)]
     assert simulate(pipelab.GPipe(2, 2), Cost(activation_bytes=10**9)).makespan == 9
-
-
-def test_stages_on_one_rank_exchange_nothing():
-    trace = simulate(Plan.parse(["0F0 1F0 1B0 0B0"]), Cost(latency=5, per="stage"))
-    assert trace.makespan == 6
-    assert trace.transfers == ()
 
 
 # Split backwards
@@ -257,12 +204,6 @@ def test_a_pairs_time_is_scaled_as_other_times_are():
     assert durations["stage"] == [1, 1, 1, 3, 3, 1, 1, 1]
     listed = simulate(plan, Cost(forward=1, backward=1, pair=[7, 9]))
     assert listed.events[3].duration == 7
-
-
-def test_a_pairs_slot_waits_for_the_transfers_of_both_halves():
-    plan = Plan([[F(0), F(1) & B(0), B(1)], [F(0), B(0), F(1), B(1)]])
-    trace = simulate(plan, Cost(forward=1, backward=2, pair=3, latency=0.5))
-    assert spans(trace)[0, F(1, 0)] == spans(trace)[0, B(0, 0)] == (5, 8)  # 1, 0.5 to 1F0, 1, 2, 0.5 back
 
 
 # What a cost may be

@@ -14,7 +14,6 @@ from pipelab.challenges.levels import judge, level, levels
 from pipelab.errors import UsageError
 
 LEVELS = list(levels().values())
-ROWS = [" ".join(f"{s}{kind}{m}" for kind in "FB" for m in range(4)) for s in (1, 2)]
 
 
 @pytest.mark.teacher
@@ -131,11 +130,18 @@ def quicker(level, limit):
 
 @pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
 def test_a_level_says_all_that_a_learner_needs(each):
+    assert level(str(1 + LEVELS.index(each))) is level(each.name)
     assert each.par < each.good
     assert len(each.hints) == 3
     assert each.lesson.endswith(".")
     assert each.story.endswith(".")
     assert each.source
+
+
+@pytest.mark.parametrize("unknown", ["0", "17", "nine"])
+def test_an_unknown_level_is_told_with_those_there_are(unknown):
+    with pytest.raises(UsageError, match="fill"):
+        level(unknown)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +212,15 @@ def test_a_level_cites_the_section_that_the_catalogue_cites(name):
 
 @pytest.mark.teacher
 def test_what_teachers_read_about_transfers_and_other_orders_holds():
-    around, four = level("around"), level("four")
+    around, four, queue = level("around"), level("four"), level("queue")
     plans = (pipelab.OneFOneB(2, 3), around.solution)
     assert [len(pipelab.simulate(plan, around.cost).transfers) for plan in plans] == [6, 18]
     assert "18 transfers instead of 6" in around.note
-
     greedy = pipelab.simulate(pipelab.Greedy(4, 8, memory_cap=4), four.cost)
     assert (greedy.makespan, greedy.peak_activations) == (33, (4, 4, 4, 1))
     assert "only order" in four.note
+    assert pipelab.optimum(pipelab.Interleaved1F1B(2, 3), queue.cost, memory_cap=queue.cap).makespan == 25
+    assert "25 units" in queue.story
 
 
 def greedy(name, **more):
@@ -242,12 +249,6 @@ def test_what_a_level_says_of_known_orders_holds(name, schedule, makespan, peak,
     assert said in " ".join([level(name).story, *level(name).hints])
 
 
-def test_a_queue_costs_two_units():
-    queue = level("queue")
-    assert pipelab.optimum(pipelab.Interleaved1F1B(2, 3), queue.cost, memory_cap=queue.cap).makespan == 25
-    assert "25 units" in queue.story
-
-
 @pytest.mark.teacher
 def test_what_is_said_about_gathers_holds():
     each, before = level("one-at-a-time"), level("around-in-three")
@@ -263,10 +264,3 @@ def test_what_is_said_about_gathers_holds():
     slow, quick = (pipelab.simulate(pipelab.with_gathers(plan, 1), cost) for plan in (each.solution, before.solution))
     assert slow.makespan == quick.makespan == 23.625
     assert ("takes 18 units instead of 16" in each.note, "with five it is 6" in each.note) == (True, True)
-
-
-def test_levels_have_numbers_and_names():
-    assert level("1") is LEVELS[0]
-    for unknown in ("0", "17", "nine"):
-        with pytest.raises(UsageError, match="fill"):
-            level(unknown)

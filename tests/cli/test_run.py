@@ -24,21 +24,18 @@ def test_run_executes_verifies_and_draws(succeeds, folder):
     assert Path("run.html").exists()
 
 
-def test_run_takes_emulated_devices(succeeds):
-    output = succeeds("run", "gpipe", "-r", "3", "-m", "2", "--emulate", "1", "2", "--steps", "1", "--batch", "4")
-    assert "rank 2" in output
+WORK = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
 
 
-def test_run_takes_two_ranks_unless_they_are_emulated_or_given(succeeds):
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    assert "GPipe(ranks=2, microbatches=2)" in succeeds("run", "gpipe", *work)
-    assert "GPipe(ranks=4, microbatches=2)" in succeeds("run", "gpipe", *work, "--emulate", "1", "1")
-    assert "GPipe(ranks=3, microbatches=2)" in succeeds("run", "gpipe", *work, "-r", "3")
+@pytest.mark.parametrize(("options", "ranks"), [("", 2), ("--emulate 1 1", 4), ("-r 3", 3), ("--emulate 1 2 -r 3", 3)])
+def test_run_takes_two_ranks_unless_they_are_emulated_or_given(succeeds, options, ranks):
+    output = succeeds("run", "gpipe", *WORK, *options.split())
+    assert f"GPipe(ranks={ranks}, microbatches=2)" in output
+    assert f"rank {ranks - 1}" in output
 
 
 def test_run_lays_several_schedules_side_by_side(succeeds, folder):
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    output = succeeds("run", "gpipe", "1f1b", *work, "-o", "both.svg")
+    output = succeeds("run", "gpipe", "1f1b", *WORK, "-o", "both.svg")
     assert output.count("gpipe, measured") == output.count("1f1b, measured") == 2  # in the table, and above its lanes
     assert "all 2 runs" in output
     assert "bit for bit" in output
@@ -84,18 +81,15 @@ def test_run_shows_on_a_terminal_how_far_it_is_and_is_quiet_in_a_pipe(pipelab_co
 
 
 @pytest.mark.parametrize("counts", ["2", "2,4"])
-def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(
-    pipelab_command, succeeds, monkeypatch, counts
-):
+def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(succeeds, monkeypatch, counts):
     monkeypatch.setattr(measuring, "cores", lambda: 2)
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", counts)
-    _, output, _ = pipelab_command("run", "naive", "gpipe", *work, "-r", "4")
-    prose = " ".join(output.split())
+    work = (*WORK[:-1], counts)
+    prose = " ".join(succeeds("run", "naive", "gpipe", *work, "-r", "4").split())
     assert prose.startswith("4 ranks take turns on 2 cores")
     assert f"pipelab run naive gpipe -r 4 -m {counts} --emulate 20 40" in prose
     assert "take turns" not in prose.partition("bubble")[2]
-    assert "take turns" not in succeeds("run", "gpipe", *work, "-r", "2")
-    assert "take turns" not in succeeds("run", "gpipe", *work, "-r", "4", "--emulate", "1", "1")
+    for enough in (("-r", "2"), ("-r", "4", "--emulate", "1", "1")):
+        assert "take turns" not in succeeds("run", "gpipe", *work, *enough)
 
 
 def test_emulated_time_passes_only_in_the_measured_steps():
@@ -118,8 +112,7 @@ def test_ranks_that_share_a_core_have_it_for_half_of_their_work():
 
 
 def test_a_run_is_written_as_a_table_of_its_figures(succeeds, folder):
-    work = ("--width", "4", "--depth", "4", "--batch", "8", "--steps", "1", "-m", "2")
-    succeeds("run", "1f1b", *work, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")
+    succeeds("run", "1f1b", *WORK, "-o", "r.csv", "-o", "r.json", "-o", "r.txt")
     predicted, measured = csv.DictReader(Path("r.csv").read_text().splitlines())
     assert (predicted["source"], measured["source"]) == ("simulated", "measured")
     assert measured["makespan"] == str(pipelab.Trace.load("r.json").makespan)

@@ -31,10 +31,6 @@ def slots(plan, name):
     )
 
 
-def test_the_counts_of_1f1b_are_those_of_its_paper():
-    assert slots(pipelab.OneFOneB(4, 8).plan(), "1f1b") == (4, 3, 2, 1)
-
-
 @pytest.mark.parametrize("name", ONE_COPY)
 def test_pytorch_counts_as_many_activations_on_every_rank(name):
     compared = 0

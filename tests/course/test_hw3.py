@@ -13,14 +13,9 @@ from pipelab.errors import SplitError
 from pipelab_course import hw3
 
 
-@pytest.mark.parametrize(
-    ("depth", "devices", "sizes"), [(20, 3, [7, 7, 6]), (20, 5, [4, 4, 4, 4, 4]), (7, 5, [2, 2, 1, 1, 1]), (3, 1, [3])]
-)
-def test_layers_are_spread_evenly_and_the_first_devices_hold_one_more(depth, devices, sizes):
-    assert hw3.evenly(depth, devices) == sizes
-
-
-def test_halves_are_those_of_the_homework():
+def test_layers_are_spread_evenly_or_in_the_homeworks_halves():
+    for depth, devices, sizes in ((20, 3, [7, 7, 6]), (20, 5, [4] * 5), (7, 5, [2, 2, 1, 1, 1]), (3, 1, [3])):
+        assert hw3.evenly(depth, devices) == sizes
     for depth in (2, 6, 7, 20):
         places = [0 if i < depth // 2 else 1 for i in range(depth)]
         assert hw3.halves(depth) == [places.count(0), places.count(1)]

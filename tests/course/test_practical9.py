@@ -53,29 +53,20 @@ def test_every_method_is_measured_with_every_number_and_the_whole_batch_once():
 
 
 def test_real_layers_are_predicted_from_the_naive_actions_where_no_rank_disturbs_another():
-    rows = list(practical9.measurements(2, (2,), width=8, depth=4, batch=8, steps=1))
-    one_by_one, gpipe, loop, true = rows[1:]
-    assert one_by_one["predicted_step_time_ms"] > max(gpipe["predicted_step_time_ms"], true["predicted_step_time_ms"])
-    assert (
-        loop["predicted_step_time_ms"] == gpipe["predicted_step_time_ms"]
-    )  # with two micro-batches, C is GPipe but for its last actions
-    assert len({row["loss"] for row in rows[1:]}) == 1
+    _, one, gpipe, loop, true = practical9.measurements(2, (2,), width=8, depth=4, batch=8, steps=1)
+    name = "predicted_step_time_ms"
+    assert one[name] > max(gpipe[name], true[name])
+    assert loop[name] == gpipe[name]  # with two micro-batches, C is GPipe but for its last actions
+    assert len({row["loss"] for row in (one, gpipe, loop, true)}) == 1
 
 
-def test_more_micro_batches_than_rows_are_refused_before_any_work():
-    with pytest.raises(BatchError, match="8 micro-batches"):
-        next(practical9.measurements(2, (2, 8), emulate=(1, 1), batch=4))
-
-
-def test_stages_that_take_no_time_are_refused():
-    with pytest.raises(UsageError, match="without any time"):
-        next(practical9.measurements(2, (2,), emulate=(0, 0)))
-
-
-def test_a_single_number_of_micro_batches_is_compared_with_the_whole_batch():
-    found = practical9.numbers(rows_as_predicted(counts=(8,)))
-    assert found["before"] == "the whole batch in one piece"
-    assert found["gpipe_before"] == found["whole_ms"]
+@pytest.mark.parametrize(
+    ("counts", "emulate", "error", "told"),
+    [((2, 8), (1, 1), BatchError, "8 micro-batches"), ((2,), (0, 0), UsageError, "without any time")],
+)
+def test_what_cannot_be_measured_is_refused_before_any_work(counts, emulate, error, told):
+    with pytest.raises(error, match=told):
+        next(practical9.measurements(2, counts, emulate=emulate, batch=4))
 
 
 def test_the_numbers_that_answer_the_questions_are_those_of_the_table():
@@ -138,6 +129,9 @@ def test_a_row_is_marked_if_it_is_off_or_other_programs_ran(monkeypatch, others,
 def test_with_few_micro_batches_only_what_holds_for_them_is_said():
     assert practical9.numbers(rows_as_predicted(2, (1,))) == {}  # nothing is pipelined
     assert "true_late" not in practical9.numbers(rows_as_predicted(2, (2,)))  # both take 10
+    found = practical9.numbers(rows_as_predicted(counts=(8,)))
+    assert found["before"] == "the whole batch in one piece"
+    assert found["gpipe_before"] == found["whole_ms"]
 
 
 def test_a_measured_order_against_the_prediction_is_reported():
@@ -178,33 +172,28 @@ def test_ctrl_c_keeps_and_saves_the_rows_that_are_done(refused, folder, monkeypa
     assert len(Path("table.csv").read_text().splitlines()) == 1 + 3
 
 
+SMALL = ("lab", "practical9", "-r", "3", "-m", "2", "--width", "4", "--batch", "4", "--steps", "1")
+
+
 @pytest.mark.parametrize(
-    ("cores", "turns"), [(2, "3 ranks take turns on 2"), (3, "3 ranks and other programs take turns")]
+    ("cores", "turns"), [(2, "3 ranks take turns on 2"), (3, "3 ranks and other programs take turns"), (4, "")]
 )
 def test_without_a_core_to_spare_devices_are_emulated_and_real_layers_are_warned_of(
-    pipelab_command, monkeypatch, cores, turns
+    succeeds, monkeypatch, cores, turns
 ):
     for module in (commands, measuring):
         monkeypatch.setattr(module, "cores", lambda: cores)
-    small = ("lab", "practical9", "-r", "3", "-m", "2", "--width", "4", "--batch", "4", "--steps", "1")
-    _, output, _ = pipelab_command(*small)
-    emulated = " ".join(output.split())
-    assert emulated.startswith("The devices are emulated, as with --emulate 20 40")
-    assert "pipelab lab practical9 -r 3 -m 2 --real" in emulated
-    assert "20 ms forward and 40 ms backward" in emulated
-    _, output, _ = pipelab_command(*small, "--real")
-    real = " ".join(output.split())
+    said = " ".join(succeeds(*SMALL).split())
+    if not turns:
+        assert "8 real layers" in said
+        return
+    assert said.startswith("The devices are emulated, as with --emulate 20 40")
+    assert "pipelab lab practical9 -r 3 -m 2 --real" in said
+    assert "20 ms forward and 40 ms backward" in said
+    real = " ".join(succeeds(*SMALL, "--real").split())
     assert real.startswith(turns)
     assert "pipelab lab practical9 -r 3 -m 2 --emulate 20 40" in real
     assert "real layers" in real
-
-
-def test_with_a_core_to_spare_layers_are_real(pipelab_command, monkeypatch):
-    for module in (commands, measuring):
-        monkeypatch.setattr(module, "cores", lambda: 4)
-    small = ("lab", "practical9", "-r", "3", "-m", "2", "--width", "4", "--batch", "4", "--steps", "1")
-    _, output, _ = pipelab_command(*small)
-    assert "8 real layers" in output
 
 
 @pytest.mark.parametrize(

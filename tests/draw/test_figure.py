@@ -301,10 +301,8 @@ def test_texts_are_legible_also_on_dimmed_bars(scheme):
 def test_a_papers_figure_has_its_whole_legend_inside(width):
     ax = figure.plot(pipelab.simulate(pipelab.ZBV(4, 8)), width=width)
     figure.owner(ax).draw_without_rendering()
-    inside = figure.owner(ax).bbox
-    legend = ax.get_legend().get_window_extent()
-    assert inside.x0 <= legend.x0
-    assert legend.x1 <= inside.x1
+    inside, legend = figure.owner(ax).bbox, ax.get_legend().get_window_extent()
+    assert inside.x0 <= legend.x0 < legend.x1 <= inside.x1
     assert inside.y0 <= legend.y0
     assert legend.y1 <= ax.xaxis.get_tightbbox().y0 + 1 or legend.x0 > ax.xaxis.label.get_window_extent().x1
 

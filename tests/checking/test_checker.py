@@ -240,14 +240,12 @@ def test_an_item_whose_text_raises_or_has_line_breaks_is_told_on_one_line():
         def __repr__(self):
             raise RuntimeError("no")
 
-    for item, named, shown in (
-        (Rude(), "<Rude whose repr raises RuntimeError>", "<Rude whose repr raises Run…"),
-        ("one\ntwo", r"'one\ntwo'", r"'one\ntwo'"),
-    ):
+    for item, named in ((Rude(), "<Rude whose repr raises RuntimeError>"), ("one\ntwo", r"'one\ntwo'")):
         (fault,) = check(Plan([[F(0), item, B(0)]]))
         assert fault.code == "not-an-action"
         assert named in fault.message
-        assert fault.excerpt == f"rank 0 | F0 {shown} B0\n            {'^' * len(shown)}"
+        line, mark = fault.excerpt.splitlines()
+        assert line[mark.index("^") : mark.rindex("^")] == named[: mark.count("^") - 1]
 
 
 @pytest.mark.parametrize("number", [10**5000, "x" * 5000], ids=["digits", "letters"])
@@ -672,21 +670,15 @@ def forever():
         yield F(0)
 
 
-def test_an_endless_generator_is_cut_off():
+def test_an_endless_generator_is_cut_off_and_a_row_as_long_as_it_may_be_is_not():
     (fault,) = [fault for fault in check(Plan([forever()], 1, 2)) if fault.code == "endless"]
     assert (fault.rank, fault.position) == (0, 8 * 1 * 2 + 64)
     assert "more than 80 actions, where 4 per stage are enough" in fault.message
-
-
-@pytest.mark.parametrize("row", [forever(), (F(m) for m in count())])
-def test_an_endless_generator_is_cut_off_even_where_no_size_was_given(row):
-    assert "endless" in codes(Plan([row]))
-
-
-def test_a_row_as_long_as_it_may_be_is_not_endless():
-    row = [F(0), B(0), *[F(0)] * (8 + 64 - 2)]
-    assert "endless" not in codes(Plan([row], 1, 1))
-    assert "endless" in codes(Plan([[*row, F(0)]], 1, 1))
+    for row in (forever(), (F(m) for m in count())):  # no size is given
+        assert "endless" in codes(Plan([row]))
+    longest = [F(0), B(0), *[F(0)] * (8 + 64 - 2)]
+    assert "endless" not in codes(Plan([longest], 1, 1))
+    assert "endless" in codes(Plan([[*longest, F(0)]], 1, 1))
 
 
 def test_what_an_ambiguous_action_may_be_is_not_missing_on_its_rank():
@@ -701,7 +693,7 @@ def test_what_several_ranks_lack_is_told_on_the_lowest_of_them():
 # The drawing of the place
 
 
-def test_the_excerpt_is_short_in_a_plan_of_4096_microbatches():
+def test_the_excerpt_is_short_in_a_plan_of_4096_microbatches_and_no_fault_is_longer_than_12_lines():
     rows = [[], [Pair(F(4095, 1), B(4095, 1))] * 8191]
     places = [0, 1, 5, 4095, 8190]
     for at in places:
@@ -711,14 +703,9 @@ def test_the_excerpt_is_short_in_a_plan_of_4096_microbatches():
     for fault in faults:
         line, mark = fault.excerpt.splitlines()
         assert len(line) <= 120
-        assert len(str(fault).splitlines()) <= 12
         assert line[mark.index("^") : mark.rindex("^") + 1].startswith("'no action at all")
-
-
-def test_no_fault_is_longer_than_twelve_lines():
     broken = Plan([[B(m, s) for m in range(200)] + [F(m, s) for m in range(200)] for s in range(6)], 6, 200)
-    for fault in check(broken):
-        assert len(str(fault).splitlines()) <= 12
+    assert all(len(str(fault).splitlines()) <= 12 for fault in [*faults, *check(broken)])
 
 
 def test_what_check_returns_is_a_list_that_explains_itself():

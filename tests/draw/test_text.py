@@ -16,31 +16,20 @@ from pipelab.draw.bars import Lanes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-DRAWINGS = {
-    "naive-4x8": lambda: pipelab.simulate(pipelab.Naive(4, 8)),
-    "gpipe-4x8": lambda: pipelab.simulate(pipelab.GPipe(4, 8)),
-    "1f1b-4x8": lambda: pipelab.simulate(pipelab.OneFOneB(4, 8)),
-    "eager-1f1b-4x8-latency": lambda: pipelab.simulate(pipelab.Eager1F1B(4, 8), Cost(latency=1)),
-    "delayed-4x8": lambda: pipelab.simulate(pipelab.DelayedBackward(4, 8)),
-    "interleaved-1f1b-4x8": lambda: pipelab.simulate(pipelab.Interleaved1F1B(4, 8)),
-    "looped-bfs-4x8": lambda: pipelab.simulate(pipelab.LoopedBFS(4, 8)),
-    "zb-h1-4x8": lambda: pipelab.simulate(pipelab.ZBH1(4, 8)),
-    "zb-h2-4x8": lambda: pipelab.simulate(pipelab.ZBH2(4, 8)),
-    "interleaved-zb-4x8": lambda: pipelab.simulate(pipelab.InterleavedZeroBubble(4, 8)),
-    "zbv-4x8": lambda: pipelab.simulate(pipelab.ZBV(4, 8)),
-    "dualpipev-4x8": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8)),
-    "dualpipev-4x8-pairs-as-one-slot": lambda: pipelab.simulate(pipelab.DualPipeV(4, 8), Cost(pair=2.5)),
-    "1f1b-2x4": lambda: pipelab.simulate(pipelab.OneFOneB(2, 4)),
-    "1f1b-4x8-latency-ms": lambda: pipelab.simulate(
-        pipelab.OneFOneB(4, 8), Cost(forward=1.3, backward=2.15, latency=0.4, unit="ms")
-    ),
-    "1f1b-32x1024": lambda: pipelab.simulate(pipelab.OneFOneB(32, 1024)),
-    "pair-as-one-slot": lambda: pipelab.simulate(OVERLAPPED, Cost(pair=3)),
+PLAIN = [
+    *("naive", "gpipe", "1f1b", "delayed", "interleaved-1f1b", "looped-bfs"),
+    *("zb-h1", "zb-h2", "interleaved-zb", "zbv", "dualpipev"),
+]
+OVERLAPPED = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
+DRAWINGS = {f"{name}-4x8": (pipelab.schedules[name](4, 8), Cost()) for name in PLAIN} | {
+    "eager-1f1b-4x8-latency": (pipelab.Eager1F1B(4, 8), Cost(latency=1)),
+    "dualpipev-4x8-pairs-as-one-slot": (pipelab.DualPipeV(4, 8), Cost(pair=2.5)),
+    "1f1b-2x4": (pipelab.OneFOneB(2, 4), Cost()),
+    "1f1b-4x8-latency-ms": (pipelab.OneFOneB(4, 8), Cost(forward=1.3, backward=2.15, latency=0.4, unit="ms")),
+    "1f1b-32x1024": (pipelab.OneFOneB(32, 1024), Cost()),
+    "pair-as-one-slot": (OVERLAPPED, Cost(pair=3)),
 }
 """To write a golden file anew: `trace.save("tests/golden/NAME.txt")`, then read what changed."""
-
-OVERLAPPED = Plan([[F(0), F(1), F(2) & B(0), B(1), B(2)], [F(0), B(0), F(1), B(1), F(2), B(2)]])
-
 
 IN_WORDS = re.compile(r"(?<=··)[a-z]+[^·]*(?=··)")
 
@@ -62,7 +51,7 @@ def one_f_one_b():
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_saved_timeline_is_the_golden_one(name, tmp_path):
-    drawn = DRAWINGS[name]().save(tmp_path / "drawn.txt").read_text(encoding="utf-8")
+    drawn = pipelab.simulate(*DRAWINGS[name]).save(tmp_path / "drawn.txt").read_text(encoding="utf-8")
     assert drawn == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 

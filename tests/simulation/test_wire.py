@@ -216,10 +216,10 @@ def test_transfers_that_stand_behind_each_other_in_a_file_end():
 
 def test_lowered_rows_are_written_for_pytorch_with_its_words(tmp_path):
     low = lower(schedules["1f1b"](2, 2), order="at-use")
-    path = low.to_csv(tmp_path / "plan.csv", "2.13")
-    assert path.read_text().splitlines()[1] == ",".join(low.for_runtime("2.13")[1])
-    assert low.for_runtime("2.13")[1][:3] == ("1UNSHARD", "1RECV_F0", "1F0")
-    assert low.for_runtime("2.13")[1][-2:] == ("1REDUCE_GRAD", "1RESHARD")
+    runtime = low.for_runtime("2.13")[1]
+    assert low.to_csv(tmp_path / "plan.csv", "2.13").read_text().splitlines()[1] == ",".join(runtime)
+    assert runtime[:3] == ("1UNSHARD", "1RECV_F0", "1F0")
+    assert runtime[-2:] == ("1REDUCE_GRAD", "1RESHARD")
     assert not any("SHARD" in word or "REDUCE" in word for row in low.rows for word in row)
 
 

@@ -26,41 +26,19 @@ EARLY = "The notebook's timeline, backwards before their forwards"
 BYTES = "The notebook's bytes in int8 of all devices, without and with scales"
 
 VERDICTS = {
-    "The batch": "right under one reading",
-    "Total time": "right under one reading",
-    "Speed-up on 4 GPUs": "wrong",
-    "Speed-up, elsewhere": "wrong",
-    "Bubble of GPipe": "wrong",
-    "Bubble of 1F1B": "wrong",
-    "Communication": "right under one reading",
-    "Peak memory": "right under one reading",
-    "Ring all-reduce, from 2 to 4, 8, 16 replicas": "wrong",
-    "Table 1, compute": "right under one reading",
-    "Table 1, communication": "wrong",
-    "Table 1, total": "wrong",
-    "Table 1, speed-up": "wrong",
-    "Table 2, warm-up": "right under one reading",
-    "Table 2, steady state": "right under one reading",
-    "Table 2, cooldown": "right under one reading",
-    "Table 2, total": "wrong",
-    "Table 3, steps": "right",
-    "Table 3, time": "right under one reading",
-    "Table 3, share": "wrong",
-    "Measured, one GPU": "right under one reading",
-    "Measured, four GPUs": "right under one reading",
-    "Measured, communication": "wrong",
-    "Measured, peak memory": "wrong",
-    "Measured, speed-up": "wrong",
-    "Measured, a share of the time": "cannot be decided here",
-    "Communication, elsewhere": "right under one reading",
-    "Fill and drain": "wrong",
-    "Memory that 1F1B saves": "right under one reading",
-    "Memory that 1F1B saves, elsewhere": "wrong",
-    "Labels of the first device's row": "wrong",
-    SLOTS: "wrong",
-    EARLY: "wrong",
-    BYTES: "right",
-    "The notebook's replicas after compression": "cannot be decided here",
+    "right": ["Table 3, steps", BYTES],
+    "cannot be decided here": ["Measured, a share of the time", "The notebook's replicas after compression"],
+    "right under one reading": [
+        *("The batch", "Total time", "Communication", "Peak memory", "Table 1, compute", "Table 2, warm-up"),
+        *("Table 2, steady state", "Table 2, cooldown", "Table 3, time", "Measured, one GPU", "Measured, four GPUs"),
+        *("Communication, elsewhere", "Memory that 1F1B saves"),
+    ],
+    "wrong": [
+        *("Speed-up on 4 GPUs", "Speed-up, elsewhere", "Bubble of GPipe", "Bubble of 1F1B", "Table 1, communication"),
+        *("Ring all-reduce, from 2 to 4, 8, 16 replicas", "Table 1, total", "Table 1, speed-up", "Table 2, total"),
+        *("Table 3, share", "Measured, communication", "Measured, peak memory", "Measured, speed-up"),
+        *("Fill and drain", "Memory that 1F1B saves, elsewhere", "Labels of the first device's row", SLOTS, EARLY),
+    ],
 }
 
 
@@ -76,7 +54,9 @@ def alone(reading, stages, replicas, microbatches):
 
 
 def test_every_claim_has_its_verdict():
-    assert {about: verdict(claim) for about, claim in BY_ABOUT.items()} == VERDICTS
+    assert {name: verdict(claim) for name, claim in BY_ABOUT.items()} == {
+        name: said for said, names in VERDICTS.items() for name in names
+    }
 
 
 @pytest.mark.parametrize("reading", READINGS, ids=str)
@@ -207,7 +187,7 @@ def test_the_command_prints_and_saves_every_claim(pipelab_command, folder):
     assert "one device alone 4,160 ms" in prose
     lines = list(csv.DictReader(Path("claims.csv").read_text().splitlines()))
     assert len(lines) == sum(len(claim.readings) for claim in CLAIMS)
-    assert {line["in_all"] for line in lines} == set(VERDICTS.values())
+    assert {line["in_all"] for line in lines} == set(VERDICTS)
     for name in names:
         assert "8 in all" in Path(name).read_text()
     assert Path("figures.svg").read_text().count("<svg") == 1

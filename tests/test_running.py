@@ -28,19 +28,17 @@ def bare_pytest(tmp_path: Path):
     return run
 
 
-def test_one_line_for_each_need_counts_the_skipped_tests_of_all_runs(bare_pytest) -> None:
+@pytest.mark.thorough
+def test_one_line_for_each_need_counts_the_skipped_tests_of_all_runs_which_can_be_run_alone(
+    bare_pytest, tmp_path: Path
+) -> None:
     dot = "not run: 3 tests (needs Graphviz: sudo apt install graphviz)"
     said, _ = bare_pytest("tests/draw/test_graph.py::test_graphviz_draws_it")
     assert said[-2] == dot
-    said, _ = bare_pytest("tests/test_playground.py::test_a_site_without_python_says_why_beside_the_picture")
+    said, noted = bare_pytest("tests/test_playground.py::test_a_site_without_python_says_why_beside_the_picture")
     assert said[-3:-1] == [dot, "not run: 1 test (needs Chromium: sudo apt install chromium)"]
-
-
-def test_what_was_not_run_can_be_run_alone(bare_pytest, tmp_path: Path) -> None:
-    said, noted = bare_pytest("tests/draw/test_graph.py")
     again = tmp_path / "again"
     again.write_text("".join(line.partition("\t")[0] + "\n" for line in noted))
-    again_said, again_noted = bare_pytest(f"@{again}")
-    assert again_noted == noted * 2
-    assert "passed" in said[-1]
-    assert "passed" not in again_said[-1]
+    said, twice = bare_pytest(f"@{again}")
+    assert twice == noted * 2
+    assert "passed" not in said[-1]

@@ -9,7 +9,7 @@ import pytest
 import test_page
 from browsing import wait_until
 from test_figure import lab
-from test_page import HOSTILE, Reader, click, panel, renamed
+from test_page import HOSTILE, Reader, panel, renamed
 
 import pipelab
 from pipelab import Cost, Trace
@@ -182,16 +182,3 @@ def test_paper_shows_both_traces_whatever_their_names_hold(opened, pair):
     wait_until(tab, f"timelines.every(each => Math.abs(each.scale / {wide} - 1.5) < 0.01)")
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert tab.locator("section:not(.first-trace) .print .outline").count() >= 64
-
-
-def test_pages_with_nothing_to_compare_have_no_views(opened, pair):
-    for source in (
-        page.page(pair[0]),
-        page.comparison_page(pipelab.compare(pipelab.OneFOneB(2, 2), pipelab.ZBH1(2, 2))),
-    ):
-        tab = opened(source)
-        assert tab.locator("[data-view-name]").count() == 0
-        tab.keyboard.press("o")
-        assert tab.evaluate("look.view") == "stack"
-        click(tab, "0F0")
-        assert "effect" not in panel(tab)

@@ -399,18 +399,6 @@ def test_an_idle_time_says_its_reason_and_its_root(tab):
     assert title(tab) == "Rank 3 is idle from 0 to 3"
 
 
-def test_the_arrow_keys_go_from_action_to_action(tab):
-    tab.locator(".scroller").focus()
-    seen = []
-    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "End", "ArrowLeft", "n", "p"):
-        tab.keyboard.press(key)
-        seen.append(title(tab))
-    assert seen == ["0F0", "0F1", "1F0", "1B7", "1B6", "2B6", "1B6"]
-    assert "1B6, backward of micro-batch 6" in tab.locator("#say").inner_text()
-    tab.keyboard.press("Escape")
-    assert not tab.locator("#panel").is_visible()
-
-
 def test_zooming_keeps_the_chosen_action_in_the_window(tab):
     click(tab, "3B7")
     for _ in range(6):
@@ -717,8 +705,12 @@ def test_ten_tasks_with_the_keyboard_alone(tab):
     tab_to("timeline of")  # 5: an action
     press("End", "ArrowDown")
     assert said().startswith("1B7, backward of micro-batch 7 on stage 1, rank 1, 29 to 31")
-    press("n")  # 6: what it waited for
+    press("ArrowLeft", "ArrowRight")
+    assert title(tab) == "1B7"
+    press("n")  # 6: what it waited for, and back
     assert said().startswith("2B7, ")
+    press("p", "n")
+    assert title(tab) == "2B7"
     press("]")  # 7: an idle time and its root
     assert said().startswith("rank 2 is idle from 29 to 33")
     press("[")
@@ -876,10 +868,10 @@ def test_a_frame_shows_what_it_is_sent_and_keeps_zoom_and_selection(opened, trac
 
 def test_a_frame_goes_from_a_comparison_to_one_trace_and_back(opened, trace):
     tab = opened(page.frame())
-    send = "content => replace(content)"
     both = pipelab.compare(trace, pipelab.simulate(trace.plan, Cost(forward=2, backward=2)))
-    for shown, buttons, sections in ((both, 3, 2), (trace, 0, 1), (both, 3, 2)):
-        tab.evaluate(send, page.content(shown))
+    others = pipelab.compare(pipelab.OneFOneB(2, 2), pipelab.ZBH1(2, 2))  # other actions: no difference, no views
+    for shown, buttons, sections in ((both, 3, 2), (trace, 0, 1), (both, 3, 2), (others, 0, 2)):
+        tab.evaluate("content => replace(content)", page.content(shown))
         assert tab.locator("[data-view-name]").count() == buttons
         assert tab.locator("#timelines section").count() == sections
         tab.keyboard.press("o")  # from stack to overlay

@@ -243,7 +243,7 @@ def test_a_schedule_earns_less_in_proportion_above_its_par(pipelab_command, fold
 @pytest.mark.parametrize(("transport", "reached"), [("buffered", True), ("rank", False)])
 def test_a_par_is_judged_on_the_transport_that_was_given(pipelab_command, folder, transport, reached):
     written = Path(inspect.getfile(pipelab.Interleaved1F1B)).read_text(encoding="utf-8")
-    (folder / "my.py").write_text(written.replace("class Interleaved1F1B", "class Mine"))
+    (folder / "my.py").write_text(written.replace("Interleaved1F1B", "Mine"))
     size = ("--ranks", "8", "--microbatches", "16", "--par", "makespan=58.5", "--transport", transport)
     pipelab_command("grade", "my.py:Mine", *size, "--json", "a.json")
     tasks = {task["name"]: task["passed"] for task in json.loads((folder / "a.json").read_text())["tasks"]}

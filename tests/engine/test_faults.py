@@ -219,6 +219,13 @@ def test_a_model_that_has_a_draft_is_a_model():
     assert verified(model, OneFOneB(2, 2), 4).exact
 
 
+def test_after_an_error_no_rank_begins_another_action():
+    seen = []
+    slow = plain.Made(lambda _, x: seen.append(time.sleep(0.05)) or x * 1)
+    refused("1F0 on rank 1 failed", nn.Sequential(slow, burnt()), GPipe(2, 32), batch=32)
+    assert len(seen) < 32
+
+
 def test_stages_that_all_fail_at_once_are_one_error():
     fuses = [Fuse() for _ in range(4)]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), fuse) for fuse in fuses))

@@ -242,11 +242,11 @@ def _subtitle(trace: Trace) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    An action's number is its code. `directions` has, for each micro-batch, the rank of its first stage; `moves`: see
-    `_move`; `critical`: rank and number of each action on the critical path. Each rank has its actions, see `_row`;
-    `halves` are those that share a slot with the next. `idle` has the reason of each idle time, which ends when the
-    next action starts; if another idle time follows first, it has `-1 - reason` and the length. In long lists,
-    `[value, count]` is a run of a value.
+    An action's number is its code; `apart` is the way to the next micro-batch's. `directions` has, for each micro-
+    batch, the rank of its first stage; `moves`: see `_move`; `critical`: rank and number of each action on the
+    critical path. Each rank has its actions, see `_row`; `halves` are those that share a slot with the next. `idle`
+    has the reason of each idle time, which ends when the next action starts; if another idle time follows first, it
+    has `-1 - reason` and the length. In long lists, `[value, count]` is a run of a value.
     """
     lanes, bound = Lanes(trace), trace.plan.bound
     # Seven digits are more than a screen shows and keep the file small.
@@ -265,7 +265,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),
-        "stages": trace.plan.stages,
+        "apart": trace.plan.stages,
         "directions": _runs(bound.rank_of_slot[:: trace.plan.stages]),
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),

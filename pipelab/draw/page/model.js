@@ -74,7 +74,7 @@ class Model {
     raw.ranks.forEach((rank, r) => {
       this.first.push(place);
       const { order, sorts } = rank,
-        stages = [...new Set(Object.values(sorts).map((sort) => sort.stage))].sort((a, b) => a - b);
+        here = [...new Set(Object.values(sorts).map((sort) => sort.stage))].sort((a, b) => a - b);
       for (const sort of Object.values(sorts)) sort.needs = unpack(sort.needs);
       const [microbatches, gaps, lasts, lags, waited] = ["microbatches", "gaps", "lasts", "lags", "waited"].map(
         (name) => column(order, rank[name]),
@@ -102,9 +102,9 @@ class Model {
         this.rank[place] = r;
         this.kind[place] = KINDS.indexOf(sort.kind);
         this.stage[place] = sort.stage;
-        this.chunk[place] = stages.indexOf(sort.stage) % 2;
+        this.chunk[place] = here.indexOf(sort.stage) % 2;
         this.microbatch[place] = microbatches[index];
-        this.code[place] = sort.first + raw.stages * Math.max(microbatches[index], 0);
+        this.code[place] = sort.first + raw.apart * Math.max(microbatches[index], 0);
         this.waitsFor[place] = this.code[place] + waited[index];
         this.lag[place] = lags[index] * raw.tick;
         time += gaps[index];

@@ -169,6 +169,8 @@ class Pipeline:
             runner.earlier = self.cut.earlier
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
         self._running = False
+        here = self.engine.stage_devices[min(self.engine.local_stages)]
+        self._nothing = nn.Parameter(torch.empty(0, device=here))  # for an optimizer where no parameter learns
         self._warned = False  # of a loss that does not average over rows: once is enough
 
     def step(self, x: Any = None, y: Any = None, scaler: torch.amp.GradScaler | None = None) -> Step:
@@ -205,9 +207,11 @@ class Pipeline:
             state, loss = self.run(x, y)
         else:
             own = list(self.parameters())
-            one = torch.ones((), device=own[0].device if own else None)
+            one = torch.ones((), device=own[0].device)
             scale = float(scaler.scale(one))
             state, loss = self.run(x, y, scale=scale)
+            if own[-1] is self._nothing:
+                self._nothing.grad = torch.zeros_like(self._nothing)  # a scaler refuses an optimizer without gradients
             self.engine.share_overflow(own, scale)
         if not self._warned:
             self._warned = True
@@ -406,15 +410,16 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
 
-        With `engine="threads"` it holds all of them, with `engine="torch"` only its rank's.
+        With `engine="threads"` it holds all of them, with `engine="torch"` only its rank's. If none of them learns, one
+        without numbers is the last: PyTorch's optimizers refuse an empty list.
         """
-        of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
-        return iter(dict.fromkeys(chain.from_iterable(of_stages)))
+        held = self._held()
+        return iter([*held] if any(each.requires_grad for each in held) else [*held, self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the same parameters as `parameters`, with the model's own names."""
+        """Yield the parameters of the stages that this process holds, with the model's own names."""
         names = self._names()
-        return ((names[parameter], parameter) for parameter in self.parameters())
+        return ((names[parameter], parameter) for parameter in self._held())
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Move an optimizer's state to the devices of its parameters.
@@ -447,7 +452,7 @@ class Pipeline:
         Raises:
             UsageError: if the optimizer has a parameter that is not the model's.
         """
-        return optimizer_state(optimizer, self._names(), set(self.parameters()))
+        return optimizer_state(optimizer, self._names(), self._held())
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` returned, here or in a pipeline with other ranks, cuts or engine.
@@ -456,10 +461,14 @@ class Pipeline:
             UsageError: if the state lacks a parameter of the optimizer, or a group's parameters were saved with
                 different settings. The optimizer is unchanged.
         """
-        load_optimizer_state(optimizer, self._names(), set(self.parameters()), state)
+        load_optimizer_state(optimizer, self._names(), self._held(), state)
+
+    def _held(self) -> dict[nn.Parameter, None]:
+        of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)
+        return dict.fromkeys(chain.from_iterable(of_stages))
 
     def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.stages.named.named_parameters()}
+        return {self._nothing: ""} | {parameter: name for name, parameter in self.stages.named.named_parameters()}
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all stages so that their common norm is at most `max_norm`; return the norm before."""

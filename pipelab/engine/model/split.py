@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipelab.engine.model.traced import TRACED, TracedStages, in_order, move, require_like, shapes_of
+from pipelab.engine.model.traced import TRACED, NamedLayer, TracedStages, in_order, move, require_like, shapes_of
 from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
@@ -168,8 +168,10 @@ class Stages:
         return len(self.modules)
 
     def __repr__(self) -> str:
-        numbers = map(short, map(count_parameters, self.modules))
-        return f"Stages({', '.join(map(str, self.sizes))} layers; {', '.join(numbers)} parameters)"
+        numbers = [*map(count_parameters, self.modules)]
+        ratio = max(numbers) * len(numbers) / (sum(numbers) or 1)
+        uneven = f", the largest {ratio:.2g} times the mean" if ratio > _UNEVEN else ""
+        return f"Stages({', '.join(map(str, self.sizes))} layers; {', '.join(map(short, numbers))} parameters{uneven})"
 
 
 class _Traced(Stages):
@@ -301,7 +303,8 @@ def split(
             (for a traced model, the forward time).
         example: one micro-batch, `[rows, ...]`, as an argument of the model; a tuple stands for several arguments, a
             dict for keyword arguments (`{"input_ids": x}`), if the model has parameters of those names. Needed for
-            `by="time"` and for models that are not an `nn.Sequential`. The tracer records one shape of micro-batch and
+            `by="time"`, for models that are not an `nn.Sequential`, and to cut an `nn.Sequential` inside a layer that
+            holds layers and is too large for one stage. The tracer records one shape of micro-batch and
             one training mode, with the present autocast and forward hooks: others are traced when they come.
         at: instead of `into` and `by`: the names of the layers at which stages 1, 2, … begin.
 
@@ -313,12 +316,12 @@ def split(
         Even in layers, uneven in parameters: the last layer is as large as all the others.
 
         >>> model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.Linear(16, 100))
-        >>> split(model, into=2)
-        Stages(4, 3 layers; 1088, 2244 parameters)
+        >>> split(model, at=["4"])
+        Stages(4, 3 layers; 1088, 2244 parameters, the largest 1.3 times the mean)
         >>> split(model, into=2, by="parameters")
         Stages(6, 1 layers; 1632, 1700 parameters)
         >>> split(model, at=["2", "6"])
-        Stages(2, 4, 1 layers; 544, 1088, 1700 parameters)
+        Stages(2, 4, 1 layers; 544, 1088, 1700 parameters, the largest 1.5 times the mean)
 
         Layers that are made later, in the process that runs them.
 
@@ -326,7 +329,7 @@ def split(
         Stages(2, 2, 2 layers; 544, 544, 544 parameters)
 
     Warns:
-        UserWarning: if a traced model's largest stage has over 1.3 times the parameters that the best cut leaves it.
+        UserWarning: if the largest stage has over 1.3 times the parameters that the best cut leaves it.
 
     Raises:
         SplitError: if there are fewer layers than stages, if no layer has a name of `at`, if a layer is in two stages,
@@ -339,7 +342,9 @@ def split(
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        return _sequential(model, into, by, example, at)
+        blocks = _blocks([*model.named_children()], into, at)
+        if example is None or not blocks or unmade([model]):
+            return _sequential(model, into, by, example, at)
     if isinstance(model, nn.Module):
         return _traced(model, into, by, example, at)
     if not isinstance(model, Stages):
@@ -368,10 +373,12 @@ def _traced(model: nn.Module, into: int, by: Balance, example: Any, at: Sequence
             "the model, which takes numbers\n"
             f"  try: a function for each layer, or for each of {into} stages: [make_first, make_second, …]"
         )
-    traced = TracedStages(model, opened(example))
-    bounds = _bounds(dict(traced.units), kind, into, by, at, traced.unit_times, traced.repeated)
+    traced = TracedStages(model, _layers_inside(model, into, at), opened(example))
+    others = (f"; no stage can begin at {name!r}, which runs {n} times" for name, n in traced.repeated.items())
+    bounds = _bounds(dict(traced.units), kind, into, by, at, traced.unit_times, "".join(others))
     if at is None and by == "layers":
-        _warn_if_uneven(kind, [unit for _, unit in traced.units], bounds)
+        layers = [unit for _, unit in traced.units]
+        _warn_if_uneven(kind, [nn.ModuleList(layers[start:stop]) for start, stop in bounds], layers, _BY_SIZE)
     traced.starts = [traced.units[start][0] for start, _ in bounds[1:]]
     return _Traced(model, traced, [stop - start for start, stop in bounds])
 
@@ -394,10 +401,54 @@ def _sequential(model: nn.Sequential, into: int, by: Balance, example: Any, at: 
     if by == "time" and example is None:
         raise SplitError("by='time' measures the layers on an example: pass example=x, one micro-batch")
     layers = model._modules  # noqa: SLF001 - `named_children` leaves out a layer that is there twice
-    bounds = _bounds(layers, "nn.Sequential", into, by, at, lambda: layer_times([*model], example))
+    inside = "" if unmade([model]) else ", ".join(repr(name) for name, _ in _blocks([*layers.items()], into, at))
+    hint = f"split(…, example=x) with one micro-batch x, which cuts inside {inside} too" if inside else _BY_SIZE
+    others = f"\n  try: {hint}" if inside else ""
+    bounds = _bounds(layers, "nn.Sequential", into, by, at, lambda: layer_times([*model], example), others)
     # A slice would be of the model's own class. The layers have the model's names, for errors that name a layer.
     modules = [nn.Sequential(OrderedDict([*layers.items()][start:stop])) for start, stop in bounds]
+    if at is None and by != "time":
+        finest = [layer for _, layer in _layers_inside(model, into, at)] if inside else [*model]
+        _warn_if_uneven("nn.Sequential", modules, finest, hint)
     return Stages(model, modules, [len(module) for module in modules])
+
+
+def _layers_inside(model: nn.Module, into: int, at: Sequence[str] | None) -> list[NamedLayer]:
+    """Return the layers at which a stage may begin: the model's blocks, and what is inside those too large for one."""
+    layers = _children(model)
+    while blocks := _blocks(layers, into, at):
+        layers = [each for layer in layers for each in (_children(layer[1], layer[0]) if layer in blocks else [layer])]
+    return layers
+
+
+def _children(model: nn.Module, prefix: str = "") -> list[NamedLayer]:
+    """Return the model's children with their names; lists, sequences, and what holds a list give theirs instead."""
+    found: list[NamedLayer] = []
+    for name, child in model.named_children():
+        full = f"{prefix}.{name}".lstrip(".")
+        parts = child.children() if isinstance(model, nn.ModuleList) else child.modules()
+        is_list = isinstance(child, (nn.ModuleDict, nn.Sequential))
+        is_list = is_list or any(isinstance(each, nn.ModuleList) for each in parts)
+        found += _children(child, full) if is_list else [(full, child)]
+    return found
+
+
+def _blocks(layers: Sequence[NamedLayer], into: int, at: Sequence[str] | None) -> list[NamedLayer]:
+    """Return the layers that hold a list of layers in which a stage must begin, or ought to.
+
+    They have more parameters than a stage's share, or there are too few layers, or a name of `at` is inside.
+    """
+    most = _UNEVEN * sum(count_parameters(layer) for _, layer in layers) / into
+    return [
+        (name, layer)
+        for name, layer in layers
+        if any(isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) for part in layer.modules())
+        and (
+            len(layers) < into
+            or count_parameters(layer) > most
+            or any(each.startswith(f"{name}.") for each in at or ())
+        )
+    ]
 
 
 def _bounds(
@@ -407,11 +458,10 @@ def _bounds(
     by: Balance,
     at: Sequence[str] | None,
     times: Callable[[], list[float]],
-    repeated: Mapping[str, int] = {},
+    others: str = "",
 ) -> list[tuple[int, int]]:
     """Return the first layer of each stage, and the one past its last."""
     if len(layers) < into:
-        others = "".join(f"; no stage can begin at {name!r}, which runs {n} times" for name, n in repeated.items())
         raise SplitError(
             f"{kind} has {len(layers)} layers, too few for {into} stages: use at most {len(layers)} stages{others}"
         )
@@ -438,16 +488,19 @@ def _bounds_at(at: Sequence[str], names: Sequence[str]) -> list[tuple[int, int]]
 _UNEVEN = 1.3
 """How many times the best cut's largest stage another cut's may be before `split` warns."""
 
+_BY_SIZE = "split(…, by='parameters'), by='time', or at= the names of layers"
 
-def _warn_if_uneven(name: str, layers: Sequence[nn.Module], bounds: Sequence[tuple[int, int]]) -> None:
+
+def _warn_if_uneven(name: str, parts: Sequence[nn.Module], layers: Sequence[nn.Module], hint: str) -> None:
+    """Warn if a cut is less even than the best cut of some layers."""
     counts = [count_parameters(layer) for layer in layers]
-    both = (bounds, cut(counts, len(bounds)))
-    largest, best = (max(sum(counts[start:stop]) for start, stop in each) for each in both)
+    largest = max(map(count_parameters, parts))
+    best = max(sum(counts[start:stop]) for start, stop in cut(counts, len(parts)))
     if largest > _UNEVEN * best:
         warnings.warn(
             f"the largest stage of {name} has {short(largest)} parameters, {largest / best:.2g} times the "
             f"{short(best)} that the best cut by parameters leaves it, and a pipeline is as slow as its slowest stage\n"
-            "  try: split(…, by='parameters'), by='time', or at= the names of layers",
+            f"  try: {hint}",
             stacklevel=4,
         )
 

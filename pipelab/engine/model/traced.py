@@ -29,7 +29,7 @@ from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unc
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
 from pipelab.errors import BatchError, SplitError
 
-_NamedLayer = tuple[str, nn.Module]
+NamedLayer = tuple[str, nn.Module]
 
 TRACED = "traced."
 """What comes before the model's own names in a traced stage."""
@@ -172,15 +172,16 @@ def _key(values: Sequence[Any]) -> str:
 class TracedStages:
     """A model that PyTorch's tracer cuts, once for each training mode and shape of a micro-batch.
 
-    Its `units` are layers with their names, in the order in which they run. No stage begins at one that is `repeated`.
+    Its `units` are those of the `layers` that run once, with their names, in the order in which they run. No stage
+    begins at one that is `repeated`.
     """
 
-    def __init__(self, model: nn.Module, example: Any) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[NamedLayer], example: Any) -> None:
         self._model = model
         self.example = example = in_order(model, example)
         self.rows = rows_of(example, "example")
         self.shapes = shapes_of(example)
-        self.units = self._layers_in_order()
+        self.units = self._in_order(layers)
         self.starts: list[str] = []  # the layers at which stages begin, but for the first
 
     def modules(self, example: Any = None) -> list[_RoutedStage]:
@@ -219,10 +220,10 @@ class TracedStages:
                 measured.append([later - start for start, later in pairwise([*starts, time.perf_counter()])])
         return [median(each) for each in zip(*measured[1:], strict=True)]
 
-    def _layers_in_order(self) -> list[_NamedLayer]:
+    def _in_order(self, layers: Sequence[NamedLayer]) -> list[NamedLayer]:
         """Return the layers that one forward runs once, in order; refuse what the tracer would lose."""
-        order: list[_NamedLayer] = []
-        with _noting(_layers(self._model), order.append):
+        order: list[NamedLayer] = []
+        with _noting(layers, order.append):
             output = self._run()
         self.repeated = {name: count for name, count in Counter(name for name, _ in order).items() if count > 1}
         if holds_checkpoint([tensor for tensor in tensors_of(output) if tensor.requires_grad]):
@@ -335,24 +336,12 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 @contextmanager
-def _noting(layers: Sequence[_NamedLayer], note: Callable[[_NamedLayer], None]) -> Iterator[None]:
+def _noting(layers: Sequence[NamedLayer], note: Callable[[NamedLayer], None]) -> Iterator[None]:
     """Return a context in which each of these layers is noted when it starts."""
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(layer[1].register_forward_pre_hook(lambda *_, layer=layer: note(layer)).remove)
         yield
-
-
-def _layers(model: nn.Module, prefix: str = "") -> list[_NamedLayer]:
-    """Return the model's children with their names; lists, sequences, and what holds a list give theirs instead."""
-    found: list[_NamedLayer] = []
-    for name, child in model.named_children():
-        parts = child.children() if isinstance(model, nn.ModuleList) else child.modules()
-        if isinstance(child, (nn.ModuleDict, nn.Sequential)) or any(isinstance(each, nn.ModuleList) for each in parts):
-            found.extend(_layers(child, f"{prefix}{name}."))
-        else:
-            found.append((f"{prefix}{name}", child))
-    return found
 
 
 # ── What a whole model is called with: a tuple is several arguments, a dict keyword arguments ───────────────────────

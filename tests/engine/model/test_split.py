@@ -77,7 +77,7 @@ def test_stages_show_their_layers_and_parameters_in_few_characters():
     model = nn.Sequential(nn.Linear(99, 100), nn.ReLU(), nn.Linear(100, 120), nn.Linear(120, 9_000), nn.LazyLinear(2))
     stages = split(model, 4)
     assert stages.sizes == (2, 1, 1, 1)
-    assert repr(stages) == "Stages(2, 1, 1, 1 layers; 10k, 12.1k, 1.09M, 0 parameters)"
+    assert repr(stages) == "Stages(2, 1, 1, 1 layers; 10k, 12.1k, 1.09M, 0 parameters, the largest 3.9 times the mean)"
 
 
 def test_a_split_by_parameters_evens_the_parameters_out():
@@ -242,6 +242,84 @@ def test_stages_that_cannot_tell_numbers_of_rows_apart_are_refused():
         pipe.step(x, y)
         with pytest.raises(SplitError, match="stage 1 takes values of the same shapes with 2 rows"):
             pipe.step(x[:4], y[:4])
+
+
+# --- blocks that hold layers
+
+
+class Encoder(nn.Module):
+    """Holds its layers as torchvision's transformers do, and calls them as one or one by one."""
+
+    def __init__(self, box, many, looped, block=lambda: nn.Linear(8, 8)):
+        super().__init__()
+        layers = [block() for _ in range(many)]
+        self.layers = box(*layers) if box is nn.Sequential else box(layers)
+        self.norm, self.looped = nn.LayerNorm(8), looped
+
+    def forward(self, x):
+        for layer in self.layers if self.looped else [self.layers]:
+            x = layer(x)
+        return self.norm(x)
+
+
+def seeing(encoder):
+    """Return a model as torchvision's VisionTransformer is: entry, encoder, head."""
+    return plain.Made(
+        lambda self, x: self.head(self.encoder(self.entry(x))),
+        entry=nn.Linear(8, 8),
+        encoder=encoder,
+        head=nn.Linear(8, 5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("box", "looped"), [(nn.ModuleList, True), (nn.Sequential, True), (nn.Sequential, False)], ids=str
+)
+@pytest.mark.parametrize(("by", "sizes"), [("parameters", (2, 1, 1, 3)), ("layers", (2, 2, 2, 1))])
+def test_a_block_is_cut_inside_alike_however_it_holds_its_layers(box, looped, by, sizes):
+    torch.manual_seed(0)
+    model, x, y = seeing(Encoder(box, 4, looped)), torch.randn(8, 8), torch.randn(8, 5)
+    stages = split(model, 4, by=by, example=x[:2])
+    assert stages.sizes == sizes
+    assert verified(stages, OneFOneB(4, 4), (x, y)).largest_difference < 1e-6
+
+
+def residual():
+    return plain.Made(lambda self, x: x + self.mlp(x), mlp=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+
+
+def test_a_block_too_large_for_a_stage_is_cut_between_its_own_blocks_and_not_inside_those():
+    model, x = seeing(Encoder(nn.Sequential, 6, looped=False, block=residual)), torch.randn(4, 8)
+    stages = split(model, 2, example=x)
+    assert stages.sizes == (5, 4)  # of the entry, six blocks, the norm and the head
+    assert repr(stages) == "Stages(5, 4 layers; 648, 349 parameters)"
+    blocks = [residual() for _ in range(4)]
+    even = plain.Made(lambda self, x: self.d(self.c(self.b(self.a(x)))), **dict(zip("abcd", blocks, strict=True)))
+    assert split(even, 2, example=x).sizes == (2, 2)
+    assert sum(split(even, 5, example=x).sizes) == 12  # too few blocks: their layers
+    assert split(even, at=["b", "c.mlp.2"], example=x).sizes == (1, 3, 2)
+
+
+def test_a_layer_of_a_sequence_that_is_too_large_for_a_stage_is_cut_inside_if_there_is_an_example():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    model, x = nn.Sequential(nn.Linear(8, 16), encoder, nn.Linear(16, 8)), torch.randn(8, 5, 8)
+    with pytest.warns(UserWarning, match=r"9032 parameters, 2 times the 4592 .*\n  try: .*example=x.* inside '1' too"):
+        assert split(model, 2, by="parameters").sizes == (1, 2)
+    with pytest.raises(SplitError, match=r"too few for 4 stages: .*\n  try: .*example=x.* inside '1' too"):
+        split(model, 4)
+    stages = split(model, 2, example=x[:2])
+    assert repr(stages) == "Stages(3, 3 layers; 4592, 4584 parameters)"
+    assert verified(stages, OneFOneB(2, 4), (x, torch.randn(8, 5, 8))).largest_difference < 1e-6
+    even = nn.Sequential(*(Encoder(nn.Sequential, 2, looped=False) for _ in range(4)))
+    assert split(even, 2, example=torch.randn(2, 8)).modules[0][0] is even[0]  # even as it is: not traced
+
+
+def test_a_sequence_that_its_parameters_would_cut_more_evenly_is_warned_of():
+    model = nn.Sequential(*plain.mlp(3), nn.Linear(6, 30), *(nn.Linear(30, 30) for _ in range(3)))
+    with pytest.warns(UserWarning, match=r"the largest stage of nn.Sequential has .* times .*\n  try: .*'parameters'"):
+        split(model, 2)
 
 
 # --- what the tracer would lose without a word

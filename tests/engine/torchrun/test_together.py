@@ -21,6 +21,7 @@ SITUATIONS = [
     "placed_reduces",
     "both_ways",
     "own_data",
+    "nothing_learns",
 ]
 """Scripts that run in the same four processes, one after another."""
 
@@ -38,6 +39,17 @@ def test_five_steps_of_adam_with_a_reload_equal_the_threads_engines(said):
         for fact in facts:
             assert fact["figures"] == fact["expected"]
             assert fact["parameters"]
+
+
+def test_an_optimizer_works_in_a_process_where_no_parameter_learns(said):
+    (first,), (relu,), (frozen,), (last,) = said("nothing learns")
+    assert [first["rest"], relu["rest"], frozen["rest"], last["rest"]] == [
+        [2, 2, ["0"]],
+        [1, 0, []],  # of a stage without parameters, one without numbers
+        [3, 2, ["2"]],
+        [2, 2, ["3"]],
+    ]
+    assert all(each["same"] for each in (first, relu, frozen, last))
 
 
 def test_loss_and_gradients_are_the_threads_engines_bit_for_bit(said):

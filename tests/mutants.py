@@ -43,7 +43,7 @@ TESTS = {
     "simulation/clock": "simulation/test_clock simulation/test_cost simulation/test_links",
     "simulation/memory": "simulation/test_memory",
     "catalogue/list_scheduling": "catalogue/test_greedy",
-    "engine/stage/split_backward": "engine/stage/test_split_backward engine/stage/test_checkpoint_rng",
+    "engine/stage/split_backward": "engine/stage/test_split_backward",
     "engine/stage/batch": "engine/stage/test_batch engine/stage/test_loss",
 }
 """The tests of each module, beside its own doctests."""

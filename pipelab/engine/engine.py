@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.streams import StepStreams, Streams
 from pipelab.engine.stage.updates import MakeOptimizer, UpdatingStage
 from pipelab.errors import EngineError, StageError
 from pipelab.plan.actions import Action
@@ -53,6 +54,7 @@ class Engine(ABC):
     local_stages: Sequence[int]  # the stages whose parameters learn in this process
     labels: Sequence[str]  # the device and the thread or process of each rank, for drawings
     runners: Runners  # what runs each stage
+    random: Streams  # the random numbers of steps
     intra_op_threads: int  # how many processor threads each operation on a CPU rank uses
     transport: Transport = "buffered"  # what waits for what among the values between ranks: see `simulate`
 
@@ -134,6 +136,7 @@ Start = Callable[[Plan, Stages, Settings], Engine]
 
 # ── One step of the ranks in this process ─────────────────────────────────────────────────────────────────────────────
 
+
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
 """The method of a stage that runs an action: of micro-batch, input, `kept` and loss; it returns the output."""
 
@@ -167,6 +170,7 @@ class StepState:
     clocks: Sequence[StepClock] = ()  # per rank, the clock that converts its readings into times
     travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
     note: str = ""  # a remark for readers of the trace
+    streams: StepStreams = field(default_factory=partial(StepStreams, 0))  # its random numbers
     joined: Callable[[list[Any]], Any] = join
 
     def __post_init__(self) -> None:
@@ -191,15 +195,17 @@ def run_action(
     rank.computing = True
     here.began = mark()
     rank.begun.append(here.began)
-    if step.caller.autocast and action.traits.in_flight <= 0:
-        with step.caller.autocast_off():
+    traits = action.traits
+    with step.streams.running(stage.index, action.microbatch, action.kind, forward=traits.forward or traits.again):
+        if step.caller.autocast and traits.in_flight <= 0:
+            with step.caller.autocast_off():
+                made = act(microbatch, given, kept, step.loss)
+        else:
             made = act(microbatch, given, kept, step.loss)
-    else:
-        made = act(microbatch, given, kept, step.loss)
     rank.ended.append(mark())
     if step.watch_nan:
         named = rank.actions[rank.position]  # as the whole plan numbers it
-        value = None if step.loss is None or action.traits.collective else step.loss.values[microbatch]
+        value = None if step.loss is None or traits.collective else step.loss.values[microbatch]
         _refuse_nan(rank.rank, named, stage, made, value, had_nan=had_nan)
     rank.computing = False
     rank.position += 1

@@ -42,11 +42,11 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, Engine, RankState, Settings, StepState, describe, run_action
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.checkpoint_rng import Generators
 from pipelab.engine.stage.errors import PARTIAL, stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners, accumulate
 from pipelab.engine.stage.stage import Stage
+from pipelab.engine.stage.streams import Streams
 from pipelab.engine.stage.updates import UpdatingStage
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StepTimeoutError, UsageError
@@ -68,7 +68,7 @@ class ThreadsEngine(Engine):
                 "pipeline in threads: with engine='torch' each runs one rank",
                 stacklevel=3,
             )
-        self.plan = plan
+        self.plan, self.stages = plan, stages
         self.timeout = settings.timeout
         self.devices = rank_devices(settings.devices, plan.ranks)
         on = [each.device for each in self.devices]
@@ -83,10 +83,9 @@ class ThreadsEngine(Engine):
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)
         self.streams = rank_streams(self.devices)
-        self._generators = Generators(self.runners.of, on)
-        first = self._generators.watched
-        self._rows = instructions(plan.bound, self.runners.of, first, self.streams, backward=True)
-        self._forward_rows = instructions(plan.bound, self.runners.of, {}, self.streams, backward=False)
+        self.random = Streams(stages.named, on)
+        self._rows = instructions(plan.bound, self.runners.of, self.streams, backward=True)
+        self._forward_rows = instructions(plan.bound, self.runners.of, self.streams, backward=False)
         self.intra_op_threads = settings.intra_op_threads or max(1, torch.get_num_threads() // plan.ranks)
         self._workers: list[Worker] = []
         self.labels: list[str] = []
@@ -105,8 +104,6 @@ class ThreadsEngine(Engine):
         """Run all micro-batches; return the step, its values complete."""
         if not self._closer.alive:
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
-        if loss is not None:
-            self._generators.begin()
         rows = self._forward_rows if loss is None else self._rows
         step = ThreadsStep(inputs, loss, watch_nan, caller, rows=rows)
         step.begin(self.streams)
@@ -117,6 +114,7 @@ class ThreadsEngine(Engine):
         done: Outcomes = queue.SimpleQueue()
         running: dict[Worker, int] = {}
         try:
+            step.streams = self.random.begin(self.stages.modules, self.runners.modules)
             with quick_switches():
                 for rank, worker in enumerate(self._workers):
                     running[worker] = rank
@@ -130,6 +128,8 @@ class ThreadsEngine(Engine):
             if remark := self._halt(step, running, _GRACE_SECONDS):
                 interrupt.add_note(remark)
             raise
+        finally:
+            self.random.end()
         if failed is not None:
             rank, error = self._workers.index(failed.worker), failed.error
             assert error is not None
@@ -139,8 +139,7 @@ class ThreadsEngine(Engine):
             action = state.actions[min(state.position, len(state.actions) - 1)]
             raise stage_error(error, action, rank, self.devices[rank], remark)
         finish(self.streams, [step.outputs, [] if loss is None else loss.values])
-        if loss is not None:
-            self._generators.moved()
+        self.random.learn()
         return step
 
     @contextmanager
@@ -359,7 +358,6 @@ class ThreadsStep(StepState):
 def instructions(
     bound: BoundPlan,
     runners: Mapping[tuple[int, int], Stage],
-    first: Mapping[tuple[int, int], object],
     streams: Sequence[RankStream],
     *,
     backward: bool,
@@ -379,9 +377,7 @@ def instructions(
                     part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
                     listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
             elif backward or codes.forward[code]:
-                watched_too = not action.microbatch or action.traits.again
-                runs = first.get((action.stage, rank), runner) if watched_too else runner
-                act = getattr(runs, action.traits.method) if backward else runner.evaluate
+                act = getattr(runner, action.traits.method) if backward else runner.evaluate
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(listed)
     return rows

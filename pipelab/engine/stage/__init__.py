@@ -10,6 +10,6 @@
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold, and parameters that several stages use
 - `snapshot`: buffers and random state, saved and restored
-- `checkpoint_rng`: random draws under an activation checkpoint
+- `streams`: random numbers, from a stream of its own for each layer and micro-batch
 - `errors`: a stage's error, with rank, stage, action and the model's layer
 """

@@ -61,6 +61,11 @@ class Runners:
                 self._copies[stage, rank] = _Replica(stage, modules[stage], len(modules), rank)
         self.of.update(self._copies)
 
+    @property
+    def modules(self) -> dict[tuple[int, int], nn.Module]:
+        """The modules that run now, by stage and rank."""
+        return {key: runner.module for key, runner in self.of.items()}
+
     def running(self, modules: Sequence[nn.Module], *, learning: bool) -> AbstractContextManager[None]:
         """Return a context that runs these modules, one per stage; all ranks but a stage's lowest run copies of them.
 

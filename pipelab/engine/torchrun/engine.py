@@ -28,6 +28,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks, versions, written_error
 from pipelab.engine.stage.snapshot import overwrite
+from pipelab.engine.stage.streams import Streams, peek
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
 from pipelab.engine.torchrun.messages import Connections, ValueMeta, copy_from, from_bytes, learn_metas, to_bytes
 from pipelab.engine.torchrun.runtime import lowered, routes_of
@@ -88,6 +89,8 @@ class TorchEngine(Engine):
         self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
         self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
         self._clock = Clock()
+        self.random = Streams(stages.named, [devices[rank]])
+        self._seed = 0  # of the random numbers of the next step
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
         self._shapes = ""
         self._step: ProcessStep | None = None
@@ -106,7 +109,8 @@ class TorchEngine(Engine):
         old = not self.one_clock and age_ns > _CLOCKS_SECONDS * 1e9
 
         def work() -> None:
-            if agree(self.group, call, about, parts, int(old))[0]:
+            reset, self._seed = agree(self.group, call, about, parts, (int(old), peek()))
+            if reset:
                 self._clock = set_clocks(self.group)
 
         self.attend(work, call)
@@ -173,9 +177,14 @@ class TorchEngine(Engine):
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step
-            self._go(step)
+            step.streams = self.random.begin(self.stages.modules, self.runners.modules, self._seed)
+            try:
+                self._go(step)
+            finally:
+                self.random.end()
             # [3] all processes exchange times and losses
-            state = share(self.group, self.plan, step, self._clock)
+            state, drew = share(self.group, self.plan, step, self._clock)
+            self.random.learn(drew=drew)
         self._step = None
         return state
 

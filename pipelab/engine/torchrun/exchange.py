@@ -43,20 +43,22 @@ def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 # ── Do all processes mean the same step? ──────────────────────────────────────────────────────────────────────────────
 
 
-def agree(group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: int = 0) -> list[int]:
-    """Return every process's `aside`, once all have made the same call with the same batch."""
+def agree(
+    group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """Return the first process's `aside`, once all have made the same call with the same batch."""
     two = [*parts, *[Part("", here=False)] * (2 - len(parts))]
     error = next(filter(None, (part.error for part in parts)), None)
     texts = (f"{call} {error or ''}", about, *(part.words for part in two))
     samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two]
-    table = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, aside]), group)
+    table = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, *aside]), group)
     columns: list[list[int]] = table.T.tolist()
     words_differ = any(len(set(column)) > 1 for column in columns[:4])
     if words_differ or any(map(_differ, columns[4:6])):
         _compare(group, [call, *about.split("; ")], two, columns[4:6])
     if error is not None:
         raise error
-    return columns[6]
+    return [column[0] for column in columns[6:]]
 
 
 def _differ(samples: Sequence[int]) -> bool:
@@ -197,26 +199,26 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock) -> StepState:
+def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock) -> tuple[StepState, bool]:
     """Exchange times and losses; of an evaluation, which has no loss, the outputs. All processes must call it.
 
-    The exchange is one collective operation of `3 * longest row + micro-batches + 1` whole numbers from each. Gathers
-    and frees count as actions at the end of their row.
+    The exchange is one collective operation of `3 * longest row + micro-batches + 2` whole numbers from each. Gathers
+    and frees count as actions at the end of their row. The second result is whether a process drew random numbers.
     """
     holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
     state = StepState([None] * plan.microbatches, step.loss, step.watch_nan, step.caller)
     if step.loss is None:
         state.outputs = _outputs(group, holders, step)
-        return state
+        return state, bool(gathered(torch.tensor(bool(step.streams.drew)), group).any())
     moves = Counter(move.rank for move in plan.bound.moves)
     longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.rows))
-    own = torch.zeros(3 * longest + plan.microbatches + 1, dtype=torch.int64)
+    own = torch.zeros(3 * longest + plan.microbatches + 2, dtype=torch.int64)
     for number, numbers in enumerate((*_times(step, clock), step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    own[3 * longest :] = _losses(plan, step.loss)
+    own[3 * longest : -1], own[-1] = _losses(plan, step.loss), bool(step.streams.drew)
     found = gathered(own, group)
     stream = step.mine.stream
-    _set_losses(step.loss, found[:, 3 * longest :], holders, stream.runs_on.device)
+    _set_losses(step.loss, found[:, 3 * longest : -1], holders, stream.runs_on.device)
     table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
     ranks, waited = [], []
     for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
@@ -230,7 +232,7 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock)
     state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
-    return state
+    return state, bool(found[:, -1].any())
 
 
 def _times(step: ProcessStep, clock: Clock) -> list[list[int]]:

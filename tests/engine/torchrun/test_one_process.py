@@ -136,10 +136,11 @@ def test_a_forward_touches_no_gradient_and_knows_the_mode():
 def test_learning_the_shapes_draws_no_random_number():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Tanh())
     x, y = plain.batch(4)
-    torch.manual_seed(3)
-    once = pipes.stepped(copy.deepcopy(model), GPipe(1, 1), (x, y), engine="torch").outputs
-    torch.manual_seed(3)
-    assert torch.equal(once, model(x))
+    found = []
+    for engine in ("torch", "threads"):
+        torch.manual_seed(3)
+        found.append(pipes.stepped(copy.deepcopy(model), GPipe(1, 1), (x, y), engine=engine).outputs)
+    assert torch.equal(*found)
 
 
 def test_learning_the_shapes_leaves_a_buffer_unmade():

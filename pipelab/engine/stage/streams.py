@@ -41,6 +41,7 @@ LOSS = "loss()"
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 _local = threading.local()
+_latest: list[StepStreams] = []
 _swap = threading.Lock()  # for operations that draw from a device's default generator only
 
 
@@ -336,7 +337,7 @@ class Streams:
         self._warned = False
         self._before: list[bytes] = []
         self._hooks: list[RemovableHandle] = []
-        self.last: StepStreams | None = None
+        self.last = StepStreams(0)
 
     def begin(
         self, own: Sequence[nn.Module], running: Mapping[tuple[int, int], nn.Module], seed: int | None = None
@@ -366,7 +367,8 @@ class Streams:
 
     def learn(self, *, drew: bool | None = None) -> None:
         """Learn from a step that has succeeded; move the caller's generator, if something drew, of all processes."""
-        assert self.last is not None
+        if self.last.drew:
+            _latest[:] = [self.last]
         self.learned = self.last.drew <= self._drawing or not self.learned
         self._drawing |= self.last.drew
         if self._states() != self._before and not self._warned:
@@ -380,12 +382,17 @@ class Streams:
         if bool(self.last.drew) if drew is None else drew:
             _drawn(torch.default_generator)
 
+    def watch(self, own: Sequence[nn.Module]) -> None:
+        """Learn anew in the next step which layers draw."""
+        self._layers, self.learned = [*_settings(own)], False
+
     @contextmanager
     def plainly(self, models: Sequence[nn.Module], seed: int) -> Iterator[StepStreams]:
         """Return a context in which a step runs that is no pipeline's, with all of its layers watched."""
         hooks = _hooked(self._names(models, {}))
+        self.last = StepStreams(seed)
         try:
-            yield StepStreams(seed)
+            yield self.last
         finally:
             for hook in hooks:
                 hook.remove()
@@ -457,6 +464,11 @@ def _hooked(names: Mapping[nn.Module, str]) -> list[RemovableHandle]:
             handles.append(layer.register_forward_hook(end_call, always_call=True))
         done |= {id(before), id(after)}
     return handles
+
+
+def latest() -> StepStreams | None:
+    """Return the last step of a pipeline in which something drew."""
+    return _latest[0] if _latest else None
 
 
 def peek() -> int:

@@ -24,9 +24,11 @@ from torch import nn
 from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
+from pipelab.engine.stage.streams import LOSS, latest
 from pipelab.engine.verify.causes import CAUSES, Cause, Finding, cause_of, finding, named
 from pipelab.engine.verify.reference import (
     NEARBY,
+    OTHERWISE,
     Counts,
     Evidence,
     LossFunction,
@@ -185,12 +187,16 @@ def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Pa
 
 def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any], replicas: int) -> Evidence:
     """Run plain training and the step; return what is known."""
-    start = RandomSnapshot()
+    start, last = RandomSnapshot(), latest()
     with seen(watched) as before:
         alone, shares = trial.each_alone(*batch)
-    unproven = unproven_of(trial.model, RandomSnapshot() != start)
+    draws = OTHERWISE if RandomSnapshot() != start else ""
     with seen(watched) as during:
         left = trial.stepped(*batch, again=False)
+    step = latest()
+    if draws and step is not None and step is not last and step.drew <= {LOSS, *dict(trial.model.named_modules())}:
+        trial, draws = replace(trial, seed=step.seed), ""
+        alone, shares = trial.each_alone(*batch)
     coarse = (during.types - before.types) & {torch.bfloat16, torch.float16}
     if coarse:  # the step's own: plain training in other types would differ by more than its rounding
         trial = replace(trial, types=frozenset(coarse))
@@ -198,6 +204,7 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     types = during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
+    unproven = unproven_of(trial.model, draws)
     plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(types))
     evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, unproven)
     for seed in range(NEARBY if evidence.most > tolerance else 0):

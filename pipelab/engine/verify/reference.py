@@ -24,6 +24,7 @@ from pipelab.engine.stage.batch import Reduction, join, split_batch, weights_of
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import overwrite
+from pipelab.engine.stage.streams import StepStreams, Streams
 from pipelab.errors import LossError, UsageError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -97,7 +98,7 @@ class Reference:
     rows: Sequence[Any]  # the inputs of each micro-batch
     targets: Sequence[Any]
     weights: Sequence[float]  # of each one's loss
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # in which the model can run
+    around: Callable[[], AbstractContextManager[StepStreams | None]] = nullcontext  # in which the model can run
 
     def gradients(self, only: int | None = None) -> Gradients:
         """Run all micro-batches, or one of them; return copies of the gradients."""
@@ -106,15 +107,25 @@ class Reference:
 
     def run(self, only: int | None = None) -> Any:
         """Run all micro-batches, or one of them, and add to `.grad`; return the last one's output."""
-        with self.around():
+        with self.around() as streams:
             for microbatch in range(len(self.rows)) if only is None else [only]:
-                with torch.enable_grad():
+                with torch.enable_grad(), _drawing(streams, microbatch, "F"):
                     output = self.forward(self.rows[microbatch])
                     loss = loss_of(self.loss_fn, output, self.targets[microbatch], self.weights[microbatch])
                     value = loss.of(0, output)
-                with self.caller.autocast_off():
+                with self.caller.autocast_off(), _drawing(streams, microbatch, "B"):
                     value.backward(loss.gradient(0, value))
         return output
+
+
+@contextmanager
+def _drawing(streams: StepStreams | None, microbatch: int, kind: str) -> Iterator[None]:
+    """Return a context in which this thread draws as a pipeline does."""
+    if streams is None:
+        yield
+        return
+    with torch.autograd.set_multithreading_enabled(False), streams.running(-1, microbatch, kind, forward=kind == "F"):
+        yield
 
 
 def loss_of(loss_fn: LossFunction, output: Any, target: Any, weight: float = 1.0) -> Loss:
@@ -139,16 +150,17 @@ def least_of(norms: Mapping[str, float]) -> float:
     return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
-def unproven_of(model: nn.Module, draws: bool) -> tuple[str, ...]:
-    """Return what the comparisons cannot show; `draws` is whether the model draws random numbers."""
+ANEW = "draws anew for each micro-batch: equal to micro-batches, not to the whole batch"
+OTHERWISE = "draws other random numbers than the plain model: set model.eval()"
+
+
+def unproven_of(model: nn.Module, draws: str = "") -> tuple[str, ...]:
+    """Return what the comparisons cannot show; `draws` says how the model draws random numbers, if it does."""
     layers = [layer for layer in model.modules() if layer.training]
     reasons: list[str] = []
     if draws:
         drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in layers)
-        reasons.append(
-            f"{'dropout' if drops else 'the model'} draws from one random stream, in another order than the plain "
-            "model: set model.eval()"
-        )
+        reasons.append(f"{'dropout' if drops else 'the model'} {draws}")
     if any(isinstance(layer, _BatchNorm) for layer in layers):
         reasons.append("BatchNorm sees each micro-batch alone: equal to micro-batches, not to the whole batch")
     return tuple(reasons)
@@ -218,6 +230,7 @@ class Trial:
     rewind: Callable[[], None]
     repeat: bool  # whether the step may run again
     types: frozenset[torch.dtype] = frozenset()  # the coarse ones in which the step computes
+    seed: int | None = None  # of the random numbers of the step, if it is a pipeline's
 
     @property
     def caller(self) -> CallerContext:
@@ -229,7 +242,9 @@ class Trial:
         self.rewind()
         own = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         inputs, targets = split_batch(x, self.rows), split_batch(y, self.rows)
-        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, [1.0] * len(self.rows))
+        around = nullcontext if self.seed is None else partial(Streams(self.model).plainly, [self.model], self.seed)
+        weights = [1.0] * len(self.rows)
+        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, weights, around)
         outputs, alone = list[Any](), list[Gradients]()
         for microbatch in range(len(self.rows)):
             outputs.append(map_tensors(torch.Tensor.detach, plain.run(microbatch)))

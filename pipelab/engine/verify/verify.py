@@ -17,9 +17,12 @@ from pipelab.engine.stage.batch import rows_of, weights_of
 from pipelab.engine.stage.errors import in_short
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
+from pipelab.engine.stage.streams import StepStreams
 from pipelab.engine.verify.causes import said
 from pipelab.engine.verify.reference import (
+    ANEW,
     NEARBY,
+    OTHERWISE,
     Gradients,
     Reference,
     least_of,
@@ -119,7 +122,7 @@ def _reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
     weights = weights_of(pipe.reduction, [rows_of(piece, "x") for piece in rows], targets)
     forward = partial(_through_model if pipe.stages.is_traced else _through_stages, pipe)
     return Reference(
-        _learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_ties_apart, pipe)
+        _learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_as_in_the_step, pipe)
     )
 
 
@@ -132,6 +135,14 @@ def _learning(pipe: Assembly) -> dict[str, nn.Parameter]:
             if parameter.requires_grad:  # of several stages, the first names it
                 found.setdefault(parameter, f"{names.get(parameter, name)} (stage {stage})")
     return {name: parameter for parameter, name in found.items()}
+
+
+@contextmanager
+def _as_in_the_step(pipe: Assembly) -> Iterator[StepStreams]:
+    """Return a context in which the model runs with the random numbers of the pipeline's last step."""
+    random = pipe.engine.random
+    with _ties_apart(pipe), random.plainly([*pipe.stages.modules, pipe.stages.model], random.last.seed) as streams:
+        yield streams
 
 
 def _ties_apart(pipe: Assembly) -> AbstractContextManager[None]:
@@ -214,6 +225,7 @@ def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
             runner.steps = 0  # the next one compares contents again
         modules = pipe.stages.modules
         before = {stage: AttributeSnapshot(modules[stage]) for stage, ranks in pipe.plan.replicas.items() if ranks[1:]}
+        pipe.engine.random.watch(modules)
         pipe.run(x, y)
         apart = [_state_apart(pipe, stage, modules[stage], noted) for stage, noted in before.items()]
         pipe.engine.gather_gradients()
@@ -228,7 +240,7 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
     before = RandomSnapshot()
     with _on_all_processes(pipe):
         sums = plain.gradients()
-        draws = RandomSnapshot() != before
+        draws = _draws(pipe, unseen=RandomSnapshot() != before)
         idle = [name for name, each in plain.parameters.items() if each.grad is None and not ours[name].any()]
         both.rewind()
         exact = all(torch.equal(gradient, sums[name]) for name, gradient in ours.items())
@@ -236,7 +248,7 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
         wrong = both.wrong(ours, off)
         _require_numbers(both, ours, sums)
     seen = ""
-    if wrong and not draws:
+    if wrong and draws != OTHERWISE:
         first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
         seen = (
             f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to what "
@@ -262,6 +274,13 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
         compared=not wrong,
         nearby=whole.nearby,
     )
+
+
+def _draws(pipe: Assembly, *, unseen: bool) -> str:
+    """Return how the model draws random numbers, as plain training has just shown; "" if it does not."""
+    drew = pipe.engine.random.last
+    other = unseen or drew.in_backward or (drew.drew and (pipe.cut.dim is not None or pipe.stages.is_traced))
+    return OTHERWISE if other else ANEW if drew.drew else ""
 
 
 def _state_apart(pipe: Assembly, stage: int, module: nn.Module, before: AttributeSnapshot) -> str:

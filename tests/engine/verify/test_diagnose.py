@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from pipes import given, mse, no_trace, verified
+from pipes import given, mse, no_trace
 
 import plain
 import processes
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipelab import LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
+from pipelab import ZBH1, GPipe, LossError, OneFOneB, Pipeline, UsageError, diagnose, replicate
 from pipelab.engine.verify.causes import named
 from pipelab.engine.verify.reference import Counts, Sizes
 
@@ -454,14 +454,33 @@ def test_a_wrong_step_in_float32_is_not_taken_for_rounding():
     assert " 0.0" not in str(found)  # the share is said, however small
 
 
-def test_what_cannot_be_verified_is_said_as_verify_says_it():
+def test_what_cannot_be_verified_is_said():
     model = nn.Sequential(*plain.mlp(2), nn.BatchNorm1d(6), nn.Dropout(0.5))
-    reasons = verified(model, OneFOneB(2, 5), 20).unproven
-    assert len(reasons) == 2
     found = found_in(looped(model, [1] * 5), model)
     assert found.code == "right"
-    assert str(found).splitlines()[1:] == [f"not verified: {reason}" for reason in reasons]
+    assert [line.split()[2] for line in str(found).splitlines()[1:]] == ["dropout", "BatchNorm"]
     assert "not verified" not in str(found_in(looped(model.eval(), [1] * 5), model))
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(2, 5), ZBH1(2, 5), GPipe(1, 5)], ids=str)
+def test_a_pipeline_with_dropout_is_compared(schedule):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), *plain.mlp(2), nn.Dropout(0.5))
+    with Pipeline(model, schedule, mse) as pipe:
+        for times, code in ((1, "right"), (5, "times-microbatches")):
+
+            def step(x, y, times=times):
+                pipe.step(x, y)
+                for parameter in model.parameters():
+                    parameter.grad *= times
+
+            found = found_in(step, model)
+            assert (found.code, "not verified" in str(found)) == (code, False)
+
+
+def test_a_pipeline_whose_stages_have_other_names_is_not_compared_with_dropout():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.5))
+    with Pipeline([model[:1], model[1:]], GPipe(2, 5), mse) as pipe:
+        assert "draws other random numbers" in str(found_in(pipe.step, model))
 
 
 # ── What a step trains ────────────────────────────────────────────────────────────────────────────────────────────────

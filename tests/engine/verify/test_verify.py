@@ -10,7 +10,7 @@ import torch
 from strategies import in_order, near, with_stages
 from torch import nn
 
-from pipelab import B, DualPipe, F, GPipe, OneFOneB, Pipeline, Plan, replicate, schedules, split
+from pipelab import ZBH1, B, DualPipe, F, GPipe, OneFOneB, Pipeline, Plan, replicate, schedules, split
 from pipelab.engine.device import RankDevice
 from pipelab.engine.verify.verify import Verification, tolerance
 from pipelab.errors import BatchError, StageError, VerificationError
@@ -282,13 +282,41 @@ DROPS = plain.Made(lambda self, x: nn.functional.dropout(x, 0.5, self.training))
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.5), DROPS], ids=["a layer", "a function"])
-def test_gradients_that_dropout_makes_differ_are_not_called_equal(dropout):
+@pytest.mark.parametrize("schedule", [Plan([[F(1, 0), F(0, 0), B(1, 0), B(0, 0)]], 1, 2), ZBH1(3, 4)], ids=["one", "3"])
+def test_a_model_with_dropout_is_compared_bit_for_bit(dropout, schedule):
     torch.manual_seed(0)
-    other_order = Plan([[F(1, 0), F(0, 0), B(1, 0), B(0, 0)]], 1, 2)
-    proof = verified(nn.Sequential(nn.Linear(6, 6), dropout, nn.Linear(6, 6)), other_order)
-    assert (proof.compared, proof.whole_batch_difference) == (False, None)
-    assert "could not be compared" in str(proof)
-    assert "match" not in str(proof)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(dropout, nn.Linear(6, 6)), nn.Linear(6, 6), nn.ReLU(), dropout)
+    with Pipeline(model, schedule, mse) as pipe:
+        for _ in range(2):
+            proof = pipe.verify(*plain.batch(8))
+            assert (proof.compared, proof.exact, proof.whole_batch_difference) == (True, True, None)
+            assert "draws anew for each micro-batch" in str(proof)
+            pipe.step(*plain.batch(8))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_wrong_gradient_of_a_model_with_dropout_is_told(mode):
+    model = nn.Sequential(nn.Linear(6, 6), DROPS, nn.Linear(6, 6), plain.Counts())
+    getattr(model, mode)()
+    refused("differs from the plain", model, OneFOneB(2, 4), call="verify", error=VerificationError)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dropout_that_is_on_in_evaluation_is_compared_too(ranks):
+    always = plain.Made(lambda self, x: nn.functional.dropout(x, 0.5))
+    proof = verified(nn.Sequential(nn.Linear(6, 6), always, nn.Linear(6, 6)).eval(), GPipe(ranks, 4))
+    assert proof.exact
+
+
+def test_noise_on_gradients_is_said():
+    def noisy(_, x):
+        x = x * 1
+        x.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+        return x
+
+    proof = verified(nn.Sequential(nn.Linear(6, 6), plain.Made(noisy), nn.Linear(6, 6)), GPipe(3, 2))
+    assert not proof.compared
+    assert "draws other random numbers" in str(proof)
 
 
 def test_a_proof_that_could_not_be_had_says_so():
@@ -381,7 +409,7 @@ def test_an_error_of_the_plain_model_says_that_it_is_not_the_pipelines():
 def test_random_numbers_that_no_dropout_draws_are_not_called_dropout():
     noise = plain.Made(lambda _, x: x + torch.randn_like(x))
     (reason,) = verified(nn.Sequential(nn.Linear(6, 6), noise, nn.Linear(6, 6)), OneFOneB(2, 2), 4).unproven
-    assert reason.startswith("the model draws from one random stream")
+    assert reason.startswith("the model draws anew for each micro-batch")
 
 
 def test_a_frozen_model_part_is_not_compared():

@@ -21,7 +21,7 @@ The parts, in reading order:
 - `challenges`: levels with pars, for learners
 - `layouts`: which layout a transformer's training should have
 - `engine`: a plan on real tensors
-- `hub`: what other programs know about a plan: PyTorch's Flight Recorder
+- `hub`: what other programs know about a plan: PyTorch's recorder and profiles, torchtitan, Chakra, Megatron
 - `cli`: the command `pipelab`
 - `table`: tables of results
 - `display`: the door to `draw` for whatever can be shown

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelab.errors import NO_TORCH
-from pipelab.plan.fault import LIBRARIES
+from pipelab.plan.fault import OWN
 
 if TYPE_CHECKING:
     from pipelab_course.ring.ring import codec_hook, ring_all_reduce
 
 __all__ = ["codec_hook", "ring_all_reduce"]
-LIBRARIES.append(Path(__file__).parent)
+OWN.append(Path(__file__).parent)
 
 
 def __getattr__(name: str) -> Any:

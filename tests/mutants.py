@@ -40,6 +40,7 @@ TESTS = {
     "checking/mistakes": f"{CHECKED} checking/test_sizes",
     "checking/residency": "checking/test_residency",
     "checking/deadlock": f"{CHECKED} checking/test_deadlock",
+    "checking/repair": "checking/test_deadlock checking/test_repair",
     "simulation/clock": "simulation/test_clock simulation/test_cost simulation/test_links",
     "simulation/memory": "simulation/test_memory",
     "catalogue/list_scheduling": "catalogue/test_greedy",

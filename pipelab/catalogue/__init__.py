@@ -98,7 +98,7 @@ schedules = Catalogue(
 """Every schedule by the name that the command line uses."""
 
 moving: dict[str, type[Schedule]] = {"bpipe": BPipe, "pipe-offload": PipeOffload}
-"""Schedules that send activations away: engines move none, and `simulate` has moves beside buffered transfers only."""
+"""Schedules that send activations away: `Pipeline` refuses them; `simulate` takes buffered transfers only."""
 
 beside: dict[str, type[Schedule]] = {**moving, "pipedream": PipeDream, "2bw": TwoBW}
 """Every schedule that the command line finds by name although it is not among `schedules`."""

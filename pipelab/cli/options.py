@@ -166,10 +166,10 @@ class Times:
         given: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
         given |= {"latency": self.latency, "unit": self.unit}
         given |= settings(self.costs or [], "--cost")
-        try:
-            return Cost(**given)
-        except TypeError as error:
-            raise UsageError(f"{error}\n  --cost takes: {', '.join(field.name for field in fields(Cost))}") from error
+        takes = [field.name for field in fields(Cost)]
+        if unknown := [name for name in given if name not in takes]:
+            raise UsageError(f"--cost {unknown[0]}: there is no such cost\n  --cost takes: {', '.join(takes)}")
+        return Cost(**given)
 
     def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
         """Return saved traces unchanged, and simulate schedules and plans."""

@@ -37,9 +37,10 @@ Code = Literal[
 ]
 """The kinds of mistakes, worst first: the order in which `check` reports them."""
 
-LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
-"""Where no student's files are; a package that stands on pipelab adds its own folder."""
-
+OWN = [Path(__file__).parents[1]]
+"""pipelab's folder; a package that stands on pipelab adds its own."""
+LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+"""Where, besides, no student's files are."""
 
 _MOST_ALIKE = 4
 """How many faults with the same code a message shows in full."""
@@ -327,5 +328,5 @@ def in_a_library(file: str) -> bool:
         file == "<string>"
         or file.startswith("<frozen ")
         or "site-packages" in path.parts
-        or any(map(path.is_relative_to, LIBRARIES))
+        or any(map(path.is_relative_to, (*OWN, *LIBRARIES)))
     )

@@ -173,7 +173,10 @@ def test_costs_reach_the_simulation(succeeds, options, makespan):
     assert f"makespan {makespan}" in succeeds("simulate", *shlex.split(options))
 
 
-@pytest.mark.parametrize(("cost", "words"), [("speed=3", "--cost takes: forward"), ("forward=-3", "CostError")])
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [("speed=3", "--cost speed: there is no such cost\n  --cost takes: forward"), ("forward=-3", "CostError")],
+)
 def test_what_is_no_cost_is_refused(refused, cost, words):
     assert words in refused("simulate", "naive", "--cost", cost)
 

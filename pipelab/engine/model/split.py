@@ -21,7 +21,7 @@ from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
 from pipelab.errors import SplitError, require_size
-from pipelab.plan.fault import shorten
+from pipelab.plan.fault import OWN, shorten
 
 
 def _refuse_shared(modules: Sequence[nn.Module], model: nn.Module, prefix: str | None) -> None:
@@ -56,9 +56,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
 
 def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
     """Refuse a module that carries hooks of these kinds, other than pipelab's own."""
+    own = [folder.name for folder in OWN]
     for kind in kinds:
         packages = [str(getattr(hook, "__module__", "")).partition(".")[0] for hook in getattr(module, kind).values()]
-        if count := sum(package not in ("pipelab", "pipelab_course") for package in packages):
+        if count := sum(package not in own for package in packages):
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
                 f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "

@@ -83,7 +83,8 @@ class Diagnosis:
             is added up).
         sentence: the diagnosis in words, with what to try.
 
-    The codes are those of `causes.CAUSES`, and `right` and `scaled` (by another number, or one with several meanings).
+    The codes are those of `causes.CAUSES` down to `unexplained`, and `right` and `scaled` (by another number, or one
+    with several meanings).
     """
 
     code: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
+from importlib import import_module
 from pipes import assert_trains, mse, no_trace, stepped, verified
 
 import plain
@@ -547,7 +548,7 @@ def test_a_hook_on_the_whole_model_is_refused_because_it_would_never_run(kind):
 @pytest.mark.parametrize("package", ["pipelab.trace", "pipelab_course.hw3"])
 def test_a_hook_of_pipelabs_own_is_not_refused(package):
     hook, model = lambda *_: None, plain.mlp(4)
-    hook.__module__ = package
+    hook.__module__ = import_module(package).__name__
     model.register_forward_hook(hook)
     assert len(split(model, into=2)) == 2
 

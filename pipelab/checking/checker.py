@@ -185,22 +185,23 @@ def _faults(plan: Plan, memory_cap: Cap, gather_cap: Cap, order: Order, transpor
     unread = {fault.rank for fault in bound.faults if _is_unread(fault)}
     lacking, missing_values = missing(bound)
     incomplete = [fault for fault in lacking if not unread or fault.rank not in (*unread, None)]
-    faults = [*bound.faults, *misplaced(bound), *incomplete, *_disorder(bound, missing_values)]
+    faults = [*bound.faults, *misplaced(bound), *incomplete, *_disorder(plan, missing_values)]
     faults += residency(bound, gather_cap)
     faults = faults or transfer_deadlocks(bound, order, transport)
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
     return sorted([*faults, *over], key=_severity)
 
 
-def _disorder(bound: BoundPlan, missing_values: set[int]) -> list[Fault]:
+def _disorder(plan: Plan, missing_values: set[int]) -> list[Fault]:
     """Find actions that come too early, and deadlocks."""
+    bound = plan.bound
     walk = traverse(bound, given=missing_values)
     if not walk.stuck and not bound.needs_aside:
         return []
     faults, excused = _unordered(bound)
     if excused:
         walk = traverse(bound, given=missing_values, excused=excused)
-    return faults + deadlocks(bound, walk, missing_values, excused)
+    return faults + deadlocks(plan, walk, missing_values, excused)
 
 
 def _is_unread(fault: Fault) -> bool:

@@ -66,13 +66,14 @@ class _RankWait(Wait):
 
 
 def deadlocks(
-    bound: BoundPlan,
+    plan: Plan,
     walk: Traversal,
     given: Collection[int] = (),
     excused: Collection[int] = (),
     atomic_pairs: bool = False,
 ) -> list[Fault]:
     """Return one fault for each cycle of ranks that a walk left stuck; the options are the walk's."""
+    bound = plan.bound
     name = _names(bound, atomic_pairs)
     stuck = {rank: bound.rows[rank][index] for rank, index in walk.stuck.items()}
     waits = {rank: _wait(bound, name, stuck, rank, walk.waits_for[rank]) for rank in stuck}
@@ -86,7 +87,7 @@ def deadlocks(
             found = Repair("fix the cycles before this one, then check again", [])
         else:
             found = repair(bound, _blocked_ranks(cycle), given, excused)
-        rank, tried = cycle[0].rank, _tried(bound, found)
+        rank, tried = cycle[0].rank, _tried(plan, found)
         position = bound.position(rank, walk.stuck[rank])
         faults.append(cycle_fault("deadlock", cycle, position, name(cycle[0].code), found.words, tried))
     return faults
@@ -150,13 +151,15 @@ def _links(cycle: Sequence[Wait]) -> Iterator[Link]:
             yield Link(after.rank, wait.needed, words)
 
 
-def _tried(bound: BoundPlan, found: Repair) -> Plan | None:
+def _tried(plan: Plan, found: Repair) -> Plan | None:
+    """Return the plan with repaired rows, in which each action keeps the moves about it."""
     if not found.rows or sum(map(len, found.rows)) > _MOST_KEPT:
         return None
-    codes, ranks = bound.codes, bound.rank_of_slot
-    rows = [list(map(codes.action, row)) for row in found.rows]
-    place = (lambda microbatch, stage: ranks[microbatch * codes.stages + stage]) if bound.names_ranks else None
-    return Plan(rows, codes.stages, codes.microbatches, place)
+    action, rows = plan.bound.codes.action, []
+    for rank, row in enumerate(found.rows):
+        moves = plan.bound.with_moves(rank)
+        rows.append([action(each) for code in row for each in moves[code]])
+    return plan.with_rows(rows)
 
 
 def _wait(

@@ -150,7 +150,7 @@ def check(
     if faults:
         raise pipelab.ScheduleError(faults, name)
     plan = simulate(subject).plan
-    actions = sum(len(row) for row in plan.bound.rows)
+    actions = sum(map(len, plan.bound.lists))
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
     if transport != "buffered":

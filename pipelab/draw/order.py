@@ -263,15 +263,17 @@ def _rows(plan: Plan, faults: Sequence[Fault] = ()) -> list[list[Cell]]:
 def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set[Place]) -> list[Cell]:
     """Return the items that a rank lists and the all-reduces that pipelab inserts, in order."""
     bound, written = plan.bound, plan.written[rank]
+    row, placed = bound.lists[rank], bound.placed(rank)
+    stuck = None if stuck is None else row.index(bound.rows[rank][stuck])
     codes_at: dict[int, list[int]] = {}
     inserted: dict[int, list[int]] = {}
-    for index, code in enumerate(bound.rows[rank]):
+    for index, code in enumerate(row):
         kept = inserted if code in bound.automatic else codes_at
-        kept.setdefault(bound.position(rank, index), []).append(index)
+        kept.setdefault(placed[code], []).append(index)
     cells: list[Cell] = []
 
     def actions(indices: Sequence[int]) -> tuple[Action, ...]:
-        return tuple(bound.codes.action(bound.rows[rank][index]) for index in indices)
+        return tuple(bound.codes.action(row[index]) for index in indices)
 
     for position, item in enumerate(written):
         indices = codes_at.get(position, [])

@@ -252,6 +252,20 @@ class BoundPlan:
         """Return what a move moves: the weights of a stage, `(-1, stage)`, or an activation, `(micro-batch, stage)`."""
         return self.codes.microbatch[code], self.codes.stage[code]
 
+    def with_moves(self, rank: int) -> dict[int, list[int]]:
+        """Return, by code that computes, itself and the moves about it, in order; a gather or load is of what follows."""
+        found: dict[int, list[int]] = {}
+        latest = coming = list[int]()
+        for code in self.lists[rank]:
+            if self.computes(code):
+                latest, coming = found.setdefault(code, [*coming, code]), []
+            elif coming or self.codes.traits(code).holds or not latest:
+                coming.append(code)
+            else:
+                latest.append(code)
+        latest += coming
+        return found
+
     def awaited(self) -> dict[int, list[int]]:
         """Return, by code, which moves it waits for: its stage's gather, if it is the first use, and its load."""
         found: dict[int, list[int]] = {}

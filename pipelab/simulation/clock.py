@@ -123,7 +123,7 @@ def _by_slots(plan: Plan) -> Traversal:
     """Return a walk through a legal plan in which both halves of a pair may start together."""
     walk = traverse(plan.bound, atomic_pairs=True)
     if walk.stuck:
-        faults = [with_excerpt(plan, fault) for fault in deadlocks(plan.bound, walk, atomic_pairs=True)]
+        faults = [with_excerpt(plan, fault) for fault in deadlocks(plan, walk, atomic_pairs=True)]
         raise ScheduleError(faults, f"{plan.name} with each overlapped pair as one slot")
     return walk
 

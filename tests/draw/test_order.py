@@ -118,6 +118,21 @@ def test_what_is_blocked_is_what_the_walk_is_stuck_at():
     assert after.title == "try: yield F(1) before B(0) on rank 0"
 
 
+def test_moves_run_as_far_as_their_rank_does_and_stay_with_their_actions():
+    before, after = drawings(check(Plan.parse("0UNSHARD 0F0 0B0 0UNSHARD 0F1 0RESHARD 0B1; 1F0 1F1 1B0 1B1")))[1:]
+    states = [(cell.label, cell.state) for cell in before.rows[0]]
+    assert states[:4] == [("0UNSHARD", "ran"), ("0F0", "ran"), ("0B0", "blocked"), ("0UNSHARD", "waiting")]
+    assert [cell.label for cell in after.rows[0]] == "0UNSHARD 0F0 0UNSHARD 0F1 0RESHARD 0B0 0B1".split()
+    assert {cell.state for row in drawings(check(pipelab.PipeOffload(2, 4)))[0].rows for cell in row} == {"ran"}
+
+
+def test_what_was_tried_has_the_slices_of_the_plan():
+    rows = "0F0 0F1 0B1 0B0 0F2 0F3 0B3 0B2; 1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"
+    plan = Plan.parse(rows, after=lambda microbatch, _: range(microbatch - microbatch % 2, microbatch))
+    (tried,) = (fault.tried for fault in check(plan))
+    assert tried.bound.codes.more_needs == plan.bound.codes.more_needs != {}
+
+
 @pytest.mark.parametrize(
     ("rows", "missing"),
     [

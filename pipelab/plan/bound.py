@@ -253,7 +253,7 @@ class BoundPlan:
         return self.codes.microbatch[code], self.codes.stage[code]
 
     def with_moves(self, rank: int) -> dict[int, list[int]]:
-        """Return, by code that computes, itself and the moves about it, in order; a gather or load is of what follows."""
+        """Return, by code that computes, itself and the moves about it: gathers and loads are of what follows."""
         found: dict[int, list[int]] = {}
         latest = coming = list[int]()
         for code in self.lists[rank]:

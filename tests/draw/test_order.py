@@ -122,7 +122,7 @@ def test_moves_run_as_far_as_their_rank_does_and_stay_with_their_actions():
     before, after = drawings(check(Plan.parse("0UNSHARD 0F0 0B0 0UNSHARD 0F1 0RESHARD 0B1; 1F0 1F1 1B0 1B1")))[1:]
     states = [(cell.label, cell.state) for cell in before.rows[0]]
     assert states[:4] == [("0UNSHARD", "ran"), ("0F0", "ran"), ("0B0", "blocked"), ("0UNSHARD", "waiting")]
-    assert [cell.label for cell in after.rows[0]] == "0UNSHARD 0F0 0UNSHARD 0F1 0RESHARD 0B0 0B1".split()
+    assert [cell.label for cell in after.rows[0]] == ["0UNSHARD", "0F0", "0UNSHARD", "0F1", "0RESHARD", "0B0", "0B1"]
     assert {cell.state for row in drawings(check(pipelab.PipeOffload(2, 4)))[0].rows for cell in row} == {"ran"}
 
 

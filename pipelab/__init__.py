@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from pipelab.engine.engine import Step
     from pipelab.engine.model.split import split
     from pipelab.engine.pipeline import Pipeline
+    from pipelab.engine.stage.inputs import microbatches, rows, whole
     from pipelab.engine.stage.slices import cached
     from pipelab.engine.verify.diagnose import diagnose
     from pipelab.errors import (
@@ -126,8 +127,9 @@ __all__ = [
     "Plan", "R", "RankError", "Schedule", "ScheduleError", "Seq1F1B", "SlimPipe", "SplitError", "StageError", "Step",
     "StepTimeoutError", "Table", "Trace", "TwoBW", "U", "UsageError", "VHalf", "VMin", "VerificationError", "W",
     "ZeroPP", "__version__", "all_reduce_time", "building_block", "cached", "check", "compare",
-    "devices", "diagnose", "diff", "emulated", "frontier", "layout", "lower", "lower_bound", "memory_use", "optimum",
-    "replicate", "schedules", "simulate", "split", "what_if", "with_gathers", "with_recompute",
+    "devices", "diagnose", "diff", "emulated", "frontier", "layout", "lower", "lower_bound", "memory_use",
+    "microbatches", "optimum", "replicate", "rows", "schedules", "simulate", "split", "what_if", "whole",
+    "with_gathers", "with_recompute",
 ]  # fmt: skip
 
 display.FILL.append(partial(import_module, "pipelab.draw"))

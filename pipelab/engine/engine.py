@@ -171,6 +171,7 @@ class StepState:
     travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
     note: str = ""  # a remark for readers of the trace
     streams: StepStreams = field(default_factory=partial(StepStreams, 0))  # its random numbers
+    counts: Sequence[int] = ()  # per micro-batch, how many rows it has
     joined: Callable[[list[Any]], Any] = join
 
     def __post_init__(self) -> None:

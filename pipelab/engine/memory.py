@@ -17,7 +17,7 @@ import torch
 from pipelab.checking.memory import Memory
 from pipelab.engine.engine import Assembly, Step
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
-from pipelab.engine.stage.batch import row_counts, rows_of, split_batch
+from pipelab.engine.stage.inputs import microbatches
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import restored
 from pipelab.engine.stage.split_backward import Branch
@@ -39,11 +39,12 @@ def alone_on_ranks(pipe: Assembly, x: Any, y: Any) -> tuple[Plan, tuple[Any, Any
     step keeps. So that stage runs again here too.
     """
     _require_threads(pipe)
-    counts = row_counts(rows_of(x, "x"), pipe.plan.microbatches)
+    ready = pipe.cut.ready({"x": x, "y": y})
     rows = [f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)]
     if pipe.plan.bound.listed("C", last := pipe.plan.stages - 1):
         rows[last] = f"{last}F0 {last}C0 {last}I0 {last}W0"
-    return Plan.parse(rows), (split_batch(x, counts)[0], split_batch(y, counts)[0])
+    first_x, first_y = (pipe.cut.whole(name, value, ready).pieces[0] for name, value in (("x", x), ("y", y)))
+    return Plan.parse(rows), (microbatches([first_x]), microbatches([first_y]))
 
 
 def stage_memory(alone: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:

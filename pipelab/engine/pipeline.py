@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,7 +24,7 @@ from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.batch import Cut, Part, Reduction, weights_of
+from pipelab.engine.stage.batch import Cut, Part, Reduction, join, join_outputs, weights_of
 from pipelab.engine.stage.loss import Loss, require_loss, warn_of_another_average, warned_of_targets
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.stage.updates import MakeOptimizer
@@ -73,6 +75,9 @@ class Pipeline:
             `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
         sequence_dim: with a schedule of slices, the dimension of `x` and `y` along which each sequence is cut, 1 for
             `[rows, tokens, ...]`. Attention then calls `pipelab.cached`. By default, all micro-batches are rows.
+        batch_dim: the dimension of `x` and `y` along which their rows are: 0 by default, and 1 for modules that have
+            the sequence first, as `nn.LSTM` and `nn.TransformerEncoderLayer` do without `batch_first=True`. Outputs are
+            joined along it too, where they have rows there. `pipelab.rows` marks a tensor with its rows elsewhere.
         optimizer: for a plan with updates (`U`) and `engine="threads"`: makes the optimizer of one stage from its
             parameters, such as `partial(torch.optim.SGD, lr=0.1)`. An update applies the gradients of its micro-batches
             and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Without it,
@@ -121,6 +126,7 @@ class Pipeline:
         whole_model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
+        batch_dim: int | None = None,
         optimizer: MakeOptimizer | None = None,
         all_reduce_runs: Literal["in-row", "beside"] = "in-row",
     ) -> None:
@@ -146,7 +152,8 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.reduction = reduction
         self.watch_nan = watch_nan
-        self.cut = Cut(self.plan, sequence_dim)
+        _require_dimensions(batch_dim, sequence_dim)
+        self.cut = Cut(self.plan, sequence_dim, batch_dim or 0)
         self.stages = split(model, into=self.plan.stages)
         require_makeable(self.stages.model)
         if whole_model is not None:
@@ -155,6 +162,8 @@ class Pipeline:
                     "whole_model= is for a list of stages: a model that pipelab splits keeps its own names"
                 )
             self.stages.name_after(whole_model)
+        if batch_dim is None:
+            _warn_of_sequence_first(self.stages.named)
         spread = (name for name, each in self.stages.model.named_parameters() if hasattr(each, "to_local"))
         if engine != "torch" and self.plan.ranks > 1 and (name := next(spread, "")):
             raise UsageError(
@@ -177,8 +186,9 @@ class Pipeline:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
 
         Args:
-            x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it. A process
-                that does not hold the first stage (`is_first`) needs none.
+            x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it. It is cut
+                by rows; `pipelab.whole`, `rows` and `microbatches` mark what is not cut so. A process that does not
+                hold the first stage (`is_first`) needs none.
             y: the targets, `[rows, ...]`, as `loss_fn` takes them. A process that does not hold the last stage
                 (`is_last`) needs none.
             scaler: pass it instead of calling `scaler.scale(loss).backward()`: pipelab multiplies gradients by its
@@ -215,16 +225,16 @@ class Pipeline:
             self.engine.share_overflow(own, scale)
         if not self._warned:
             self._warned = True
-            warn_of_another_average(loss, self.reduction, state.outputs)
+            warn_of_another_average(loss, self.reduction, lambda: self._pair(state, loss))
         return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
         inputs, targets = self._cut(x, y, only)
         with self._alone("step(x, y)", inputs, targets) as caller:
-            loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale)
+            loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale, targets.ways)
             state = self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan)
-            state.joined = self.cut.joined
+            state.counts, state.joined = inputs.counts, partial(self.cut.joined, inputs=inputs)
             return state, loss
 
     def forward(self, x: Any = None) -> Any:
@@ -243,14 +253,18 @@ class Pipeline:
         inputs, _ = self._cut(x, None)
         with self._alone("forward(x)", inputs) as caller:
             state = self.engine.run(inputs.pieces, None, caller)
-        return self.cut.joined(state.outputs)
+        return self.cut.joined(state.outputs, inputs)
+
+    def _pair(self, state: StepState, loss: Loss) -> tuple[Any, Any]:
+        """Return the outputs of the first two micro-batches as one, and their targets."""
+        outputs = join_outputs(state.outputs[:2], state.counts, self.cut.batch_dim)
+        return outputs, join(loss.targets[:2], loss.ways)
 
     def _cut(self, x: Any, y: Any, only: int | None = None) -> tuple[Part, Part]:
         """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
         self.stages.require_same_parts()
         self.stages.require_no_lost_hooks()
-        inputs = self._part("x", x, "first" if self.is_first else "")
-        targets = self._part("y", y, "last" if self.is_last else "")
+        inputs, targets = self._parts({"x": x, "y": y})
         try:
             if targets.pieces:
                 _require_same_rows([inputs, targets])
@@ -264,20 +278,22 @@ class Pipeline:
             targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
         return inputs, targets
 
-    def _part(self, name: str, value: Any, needed: str) -> Part:
-        """Cut inputs or targets; `needed` says which stage this process holds, if it needs them for that."""
-        part = Part(name, value is not None)
-        if part.here:
-            try:
-                part.pieces = self.cut.pieces(value, name)
-            except BatchError as error:
-                part.error = error
-        elif needed:
-            part.error = BatchError(
-                f"{name} is missing, and this process holds the {needed} stage\n"
-                f"  try: give x and y; of several processes, one may leave {name} out if not pipe.is_{needed}"
-            )
-        return part
+    def _parts(self, given: Mapping[str, Any]) -> Iterator[Part]:
+        """Yield inputs and targets in micro-batches, as far as this process was given them."""
+        needed = {"x": "first" if self.is_first else "", "y": "last" if self.is_last else ""}
+        for name, value in given.items():
+            part, which = Part(name, value is not None), needed[name]
+            if part.here:
+                try:
+                    part = self.cut.part(name, value, self.cut.ready(given))
+                except BatchError as error:
+                    part.error = error
+            elif which:
+                part.error = BatchError(
+                    f"{name} is missing, and this process holds the {which} stage\n"
+                    f"  try: give x and y; of several processes, one may leave {name} out if not pipe.is_{which}"
+                )
+            yield part
 
     @contextmanager
     def _alone(self, call: str, *parts: Part) -> Iterator[CallerContext]:
@@ -331,10 +347,10 @@ class Pipeline:
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         plan, batch = alone_on_ranks(self._assembly, x, y)
-        devices, reduction = self.engine.stage_devices, self.reduction
+        settings: dict[str, Any] = {"reduction": self.reduction, "batch_dim": self.cut.batch_dim}
         with (
             self.engine.frozen(),
-            Pipeline(self.stages.modules, plan, self.loss_fn, devices, reduction=reduction) as alone,
+            Pipeline(self.stages.modules, plan, self.loss_fn, self.engine.stage_devices, **settings) as alone,
         ):
             return stage_memory(alone._assembly, *batch, optimizer)
 
@@ -509,9 +525,38 @@ class Pipeline:
 
 
 def _require_same_rows(parts: Sequence[Part]) -> None:
-    rows = [sum(part.counts) for part in parts if part.pieces]
+    counts = [part.counts for part in parts if part.pieces]
+    rows = [*map(sum, counts)]
+    if len(set(map(tuple, counts))) < 2 or all(part.ready for part in parts):
+        return
     if len(set(rows)) > 1:
         raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")
+    raise BatchError(
+        f"the micro-batches of x have {', '.join(map(str, counts[0]))} rows and those of y "
+        f"{', '.join(map(str, counts[1]))}\n  try: pipelab.microbatches([...]) for both, or for neither"
+    )
+
+
+def _require_dimensions(batch_dim: int | None, sequence_dim: int | None) -> None:
+    if batch_dim is not None and (isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0):
+        raise UsageError(f"batch_dim={batch_dim!r}: expected a dimension, 0 or more")
+    if sequence_dim == (batch_dim or 0):
+        raise UsageError(f"sequence_dim={sequence_dim} is the dimension of the rows too: batch_dim={batch_dim or 0}")
+
+
+def _warn_of_sequence_first(model: nn.Module) -> None:
+    """Warn of the first layer that has the sequence before the rows, unless the user has said where rows are."""
+    for name, layer in model.named_modules():
+        if getattr(layer, "batch_first", getattr(getattr(layer, "self_attn", None), "batch_first", None)) is False:
+            warnings.warn(
+                f"{name} ({type(layer).__name__}) has batch_first=False: it takes [tokens, rows, ...], and "
+                "micro-batches are cut along dimension 0\n"
+                "  try: Pipeline(..., batch_dim=1), if x and y are [tokens, rows, ...]; "
+                f"{type(layer).__name__}(..., batch_first=True), if they are [rows, tokens, ...]; or batch_dim=0, if "
+                "a stage transposes them",
+                stacklevel=3,
+            )
+            return
 
 
 def _require_one_of(known: list[str], **given: object) -> None:

@@ -628,10 +628,10 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
 @pytest.mark.parametrize(
     ("x", "y", "told"),
     [
-        (torch.tensor(1.0), torch.zeros(4), "x holds a tensor without dimensions"),
-        (torch.zeros(4, 6), torch.tensor(1.0), "y holds a tensor without dimensions"),
+        (torch.tensor(1.0), torch.zeros(4), r"x has the shape \[\], without a dimension 0"),
+        (torch.zeros(4, 6), torch.tensor(1.0), r"y has the shape \[\], without a dimension 0"),
         (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5"),
-        ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), "the tensors in x have 4 and 5 rows"),
+        ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), r"x\[1\] \[5\] has 5 rows and x\[0\] \[4, 6\] has 4"),
         (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
         (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
         (None, torch.zeros(4), "x is missing"),

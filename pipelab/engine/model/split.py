@@ -225,7 +225,7 @@ class _Traced(Stages):
                     raise SplitError(
                         f"traced stage {stage} takes values of the same shapes with {rows} rows as with other numbers "
                         "of rows, so it cannot tell them apart\n"
-                        f"  try: {self._traced.rows} rows per micro-batch, as in the example, or a list of modules"
+                        "  try: micro-batches of the example's shape, or a list of modules"
                     )
                 if stage in self._devices:
                     move(one, self._devices[stage], self.model)

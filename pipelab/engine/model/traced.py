@@ -22,12 +22,11 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from pipelab.engine.stage.batch import rows_of
 from pipelab.engine.stage.errors import in_short, layer_of
-from pipelab.engine.stage.pytree import Spec, map_tensors, opened, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.inputs import unmarked
+from pipelab.engine.stage.pytree import Spec, described, map_tensors, opened, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
-from pipelab.engine.stage.streams import name_draw
 from pipelab.errors import BatchError, SplitError
 
 NamedLayer = tuple[str, nn.Module]
@@ -47,10 +46,9 @@ class Route:
 
 
 def cut_graph(
-    whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str], model: nn.Module
+    whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str]
 ) -> list[tuple[fx.GraphModule, Route]]:
     """Cut a model's graph where some layers start; a value is computed once, by the first stage that needs it."""
-    _name_draws(whole.graph, model)
     stage_of = _stages_of(whole.graph, layers, starts)
     found = [_cut_out(whole, stage, stage_of) for stage in range(len(starts) + 1)]
     arriving = [node.name for node in whole.graph.nodes if node.op == "placeholder"]
@@ -59,34 +57,6 @@ def cut_graph(
         route.receives = arriving
         arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
     return found
-
-
-def _name_draws(graph: fx.Graph, model: nn.Module) -> None:
-    """Let the graph say, before every operation that draws random numbers, which call of which layer it is."""
-    first = {each: name for name, each in model.named_modules()}
-    calls: dict[str, dict[tuple[str, ...], int]] = {}  # by layer, how often each of its calls has drawn
-    for node in list(graph.nodes):
-        within = node.meta.get("nn_module_stack") or {}
-        for depth, (name, _) in enumerate(within.values(), 1):
-            layer, call = first[model.get_submodule(name)], tuple(within)[:depth]
-            drawn = calls.setdefault(layer, {})
-            drawn.setdefault(call, 0)
-        if within and _draws(node):
-            with graph.inserting_before(node):
-                named = graph.call_function(name_draw, (layer, [*drawn].index(call), drawn[call]))
-            named.meta = node.meta
-            drawn[call] += 1
-
-
-def _draws(node: fx.Node) -> bool:
-    """Return whether an operation draws random numbers: not a dropout or an attention that drops nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # noqa: SLF001 - an operation has one
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= {each.name: value for each, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    drops = ("dropout_p", "dropout", "train", "training", *["p"] * ("train" in given))
-    return all(given.get(name, True) for name in drops)
 
 
 def _stages_of(graph: fx.Graph, layers: Sequence[str], starts: Sequence[str]) -> dict[fx.Node, int]:
@@ -208,8 +178,7 @@ class TracedStages:
 
     def __init__(self, model: nn.Module, layers: Sequence[NamedLayer], example: Any) -> None:
         self._model = model
-        self.example = example = in_order(model, example)
-        self.rows = rows_of(example, "example")
+        self.example = example = in_order(model, unmarked(example))
         self.shapes = shapes_of(example)
         self.units = self._in_order(layers)
         self.starts: list[str] = []  # the layers at which stages begin, but for the first
@@ -223,11 +192,13 @@ class TracedStages:
             try:
                 exported = torch.export.export(self._model, *arguments_of(self._model, example), strict=False)
                 whole = exported.module(check_guards=False)
-                parts = cut_graph(whole, [name for name, _ in self.units], self.starts, self._model)
+                parts = cut_graph(whole, [name for name, _ in self.units], self.starts)
             except Exception as error:
-                name, rows = type(self._model).__name__, rows_of(example, "example")
+                name, (shapes, known) = type(self._model).__name__, map(_sizes, (example, self.example))
+                others = f"\n  the example has {known}: pipelab.whole(...) marks what all micro-batches need all of"
                 raise SplitError(
-                    f"PyTorch's tracer cannot trace {name} with {rows} rows: {in_short(error)}\n{_RECIPES}"
+                    f"PyTorch's tracer cannot trace {name} with {shapes}: {in_short(error)}"
+                    f"{others * (' and ' in shapes != known)}\n{_RECIPES}"
                 ) from error
         own = set(map(id, self._model.parameters()))
         for stage, (part, _) in enumerate(parts):
@@ -412,6 +383,10 @@ def shapes_of(given: Any) -> tuple[torch.Size, ...]:
     if isinstance(given, dict):
         given = [given[name] for name in sorted(given)]
     return tuple(tensor.shape for tensor in tensors_of(given))
+
+
+def _sizes(given: Any) -> str:
+    return " and ".join(map(described, tensors_of(given)))
 
 
 def require_like(example: Any, given: Any) -> None:

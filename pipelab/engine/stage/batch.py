@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.nn.attention.flex_attention import BlockMask
 
-from pipelab.engine.stage.pytree import rebuild, take_apart, tensors_of
+from pipelab.engine.stage.inputs import Marked, unmarked
+from pipelab.engine.stage.pytree import named_leaves, rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError, LossError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
@@ -25,31 +29,141 @@ class Part:
     name: str  # `"x"` or `"y"`
     here: bool  # whether this process was given them
     pieces: list[Any] = field(default_factory=list)  # without numbers if this process was given none
+    counts: list[int] = field(default_factory=list)  # how many rows each micro-batch has
+    ways: list[Way] = field(default_factory=list)  # how each leaf of a micro-batch was cut
+    ready: bool = False  # whether some of it was cut already
+    listed: bool = False  # whether all of it was, so that outputs are not joined
     weights: list[float] = field(default_factory=list)  # of the targets, the weight of each micro-batch's loss
     words: str = ""  # a description, by which processes compare them
     error: BatchError | LossError | None = None  # what is wrong with them in this process
 
-    @property
-    def counts(self) -> list[int]:
-        """How many rows each micro-batch has."""
-        return [len(tensors_of(piece)[0]) for piece in self.pieces]
+    def take(self, known: Part) -> None:
+        """Take over what is known of the same inputs or targets from another process."""
+        self.words, self.pieces, self.counts = known.words, known.pieces, known.counts
+        self.ready, self.listed, self.weights = known.ready, known.listed, known.weights
 
 
-def rows_of(value: object, what: str) -> int:
-    """Return the number of rows (the size of dimension 0) that all tensors of a batch share."""
-    tensors = tensors_of(value)
-    if not tensors:
-        raise BatchError(f"{what} holds no tensor: expected a tensor, or a tuple or dict of tensors, [rows, ...]")
-    flat = next((tensor for tensor in tensors if tensor.dim() == 0), None)
-    if flat is not None:
-        raise BatchError(f"{what} holds a tensor without dimensions: dimension 0 must be the rows of the batch")
-    counts = sorted({tensor.shape[0] for tensor in tensors})
-    if len(counts) > 1:
+# ── How many rows has each micro-batch? ───────────────────────────────────────────────────────────────────────────────
+
+
+_Sized = tuple[str, torch.Tensor, int]
+"""The place of a tensor in a batch, the tensor, and the dimension of its rows."""
+
+
+def rows_of(value: object, what: str, dim: int = 0) -> int:
+    """Return the number of rows that all tensors of a batch share which are cut, along `dim` if they are not marked."""
+    sized = [*_cut_tensors(value, what, dim)]
+    if not sized:
+        fact = "is whole: nothing of it has rows" if tensors_of(value) else "holds no tensor"
         raise BatchError(
-            f"the tensors in {what} have {' and '.join(map(str, counts))} rows: they must have the same\n"
-            f"  try: for sequences of unlike length, torch.nn.utils.rnn.pad_sequence({what}, batch_first=True)"
+            f"{what} {fact}, and a batch is cut into micro-batches by its rows\n"
+            "  try: a tensor, or a tuple or dict of tensors, [rows, ...]; or pipelab.microbatches([...])"
         )
-    return counts[0]
+    for name, tensor, along in sized:
+        _require_rows(name, tensor, along)
+    counts = {name: tensor.shape[along] for name, tensor, along in sized}
+    if len(set(counts.values())) > 1:
+        raise BatchError(_unlike(value, what, sized))
+    return sized[0][1].shape[sized[0][2]]
+
+
+def _cut_tensors(value: object, what: str, dim: int) -> Iterator[_Sized]:
+    """Yield each tensor that is cut by rows, with its place in the batch and the dimension of its rows."""
+    if isinstance(value, torch.Tensor):
+        yield what, value, dim
+        return
+    for place, leaf in named_leaves(value, (Marked,)):
+        if isinstance(leaf, torch.Tensor):
+            yield what + place, leaf, dim
+        elif isinstance(leaf, BlockMask) and len(leaf.kv_num_blocks) > 1:  # one alone is for all rows
+            yield what + place, leaf.kv_num_blocks, 0
+        elif isinstance(leaf, Marked) and leaf.how == "rows":
+            yield from _cut_tensors(leaf.value, what + place, leaf.dim)
+
+
+def _require_rows(name: str, tensor: torch.Tensor, dim: int) -> None:
+    if tensor.is_nested:
+        raise BatchError(
+            f"{name} is a nested tensor, whose rows have unlike lengths: pipelab does not cut it\n"
+            f"  try: pipelab.microbatches([...]) of nested tensors, each of some rows of {name}.unbind(); or "
+            f"torch.nested.to_padded_tensor({name}, 0.0)"
+        )
+    if not -tensor.dim() <= dim < tensor.dim():
+        other = f"pipelab.rows({name}), if its rows are along dimension 0; or " if tensor.dim() else ""
+        raise BatchError(
+            f"{name} has the shape {list(tensor.shape)}, without a dimension {dim} along which it could be cut into "
+            f"micro-batches\n  try: {other}pipelab.whole({name}), if every micro-batch needs all of it"
+        )
+
+
+def _unlike(value: object, what: str, sized: Sequence[_Sized]) -> str:
+    """Return which tensor has another number of rows than most, and the choices for it."""
+    usual, _ = Counter(tensor.shape[dim] for _, tensor, dim in sized).most_common(1)[0]
+    alike, odd = (next(each for each in sized if (each[1].shape[each[2]] == usual) == same) for same in (True, False))
+    if len(sized) == 2 and alike[1].dim() < odd[1].dim():  # the one with fewer dimensions has no rows, probably
+        alike, odd = odd, alike
+    facts = [f"{name} {list(tensor.shape)} has {tensor.shape[dim]}" for name, tensor, dim in (odd, alike)]
+    choices = "; or ".join(_choices(*odd, alike[1].shape[alike[2]]))
+    padded = f"torch.nn.utils.rnn.pad_sequence({what}, batch_first=True), if each tensor is a sequence; or "
+    return (
+        f"{' rows and '.join(facts)}, and all that is cut into micro-batches must have as many\n"
+        f"  try: {padded * isinstance(value, (list, tuple))}{choices}"
+    )
+
+
+def _choices(name: str, tensor: torch.Tensor, dim: int, usual: int) -> Iterator[str]:
+    """Yield what may be meant by a tensor that has another number of rows than usual."""
+    yield f"pipelab.whole({name}), if every micro-batch needs all of it"
+    if usual in tensor.shape:
+        yield f"pipelab.rows({name}, dim={[*tensor.shape].index(usual)}), if its rows are there"
+    elif usual and tensor.shape[dim] % usual == 0:
+        many = tensor.shape[dim] // usual
+        yield f"{name}.unflatten({dim}, ({usual}, {many})), which the stage flattens again, if each row has {many}"
+    yield "Pipeline(..., batch_dim=1), if all rows are along dimension 1"
+    yield "pipelab.microbatches([...]), with the pieces that you want"
+
+
+def ready_counts(value: object, what: str, many: int, dim: int) -> list[int] | None:
+    """Return how many rows each micro-batch has, if a part of a batch is cut already; `None` if none is."""
+    found: list[int] | None = None
+    for place, leaf in () if isinstance(value, torch.Tensor) else named_leaves(value, (Marked,)):
+        if not isinstance(leaf, Marked) or leaf.how == "whole":
+            continue
+        if leaf.how == "rows":
+            found = found or ready_counts(leaf.value, what + place, many, leaf.dim)
+            continue
+        if len(leaf.value) != many:
+            raise BatchError(
+                f"{what + place} holds {len(leaf.value)} micro-batches that are ready, and the plan has {many}\n"
+                f"  try: a schedule with microbatches={len(leaf.value)}, or {many} pieces"
+            )
+        sized = [next(_cut_tensors(piece, what, dim), None) for piece in leaf.value]
+        found = found or [
+            each[1].shape[each[2]] if each is not None and each[1].dim() > each[2] else 1 for each in sized
+        ]
+    return found
+
+
+def counts_of(value: Any, what: str, many: int, dim: int, others: list[int] | None = None) -> list[int]:
+    """Return how many rows each of so many micro-batches has; `others` are those of parts that are cut already."""
+    own = ready_counts(value, what, many, dim)
+    known = own or others
+    if own is not None and not [*_cut_tensors(value, what, dim)]:
+        return own
+    total = rows_of(value, what, dim)
+    if known is None:
+        if isinstance(value, (list, tuple)) and len(value) == many > total:
+            raise BatchError(
+                f"{what} holds {many} tensors of {total} rows, too few for {many} micro-batches\n"
+                f"  try: pipelab.microbatches({what}), if each of them is a micro-batch"
+            )
+        return row_counts(total, many)
+    if sum(known) != total:
+        raise BatchError(
+            f"{what} has {total} rows, and the micro-batches that are ready have {' + '.join(map(str, known))}\n"
+            f"  try: pipelab.microbatches([...]) for {what} too"
+        )
+    return known
 
 
 def row_counts(rows: int, microbatches: int) -> list[int]:
@@ -65,22 +179,60 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
     return [each + (index < more) for index in range(microbatches)]
 
 
-def split_batch(value: Any, counts: list[int], dim: int = 0) -> list[Any]:
-    """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
+# ── Micro-batches of a batch, and the batch of micro-batches ──────────────────────────────────────────────────────────
 
-    With another `dim`, they are slices of it.
+
+class Way(NamedTuple):
+    """How a leaf of a micro-batch was cut from the batch's."""
+
+    dim: int | None = None  # the dimension of its rows; `None` if every micro-batch has all of it
+    tokens: bool = False  # whether slices of a sequence cut it too
+
+
+def ways_of(value: Any, dim: int, *, tokens: bool = True) -> list[Way]:
+    """Return how each leaf of a micro-batch is cut."""
+    if isinstance(value, torch.Tensor):
+        return [Way(dim, tokens)]
+    found = list[Way]()
+    for leaf in take_apart(value, (Marked,))[0]:
+        if not isinstance(leaf, Marked):
+            found.append(Way(dim, tokens) if isinstance(leaf, torch.Tensor) else Way())
+        elif leaf.how == "whole":
+            found += [Way()] * len(take_apart(leaf.value)[0])
+        elif leaf.how == "rows":
+            found += ways_of(leaf.value, leaf.dim, tokens=False)
+        else:
+            found += ways_of(leaf.value[0], dim, tokens=tokens)
+    return found
+
+
+def split_batch(value: Any, counts: Sequence[int], dim: int = 0) -> list[Any]:
+    """Return the micro-batches of a batch, in the batch's own memory: `counts[m]` rows each.
 
     Views of one tensor share the count of writes by which autograd notices that a saved tensor was overwritten: a stage
     that writes into its input would seem to overwrite other micro-batches. A tensor that requires a gradient has views.
     """
     if isinstance(value, torch.Tensor):
-        pieces = value.split(counts, dim)
+        pieces = value.split(list(counts), dim)
         return list(pieces) if value.requires_grad else [piece.data for piece in pieces]
-    leaves, spec = take_apart(value)
-    pieces = [
-        split_batch(leaf, counts, dim) if isinstance(leaf, torch.Tensor) else [leaf] * len(counts) for leaf in leaves
-    ]
+    if isinstance(value, Marked):
+        if value.how == "rows":
+            return split_batch(value.value, counts, value.dim)
+        return [unmarked(piece) for piece in (value.value if value.how != "whole" else [value.value] * len(counts))]
+    if isinstance(value, BlockMask):
+        return _split_block_mask(value, counts)
+    leaves, spec = take_apart(value, (Marked,))
+    known = (torch.Tensor, Marked, BlockMask)
+    pieces = [split_batch(leaf, counts, dim) if isinstance(leaf, known) else [leaf] * len(counts) for leaf in leaves]
     return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
+
+
+def _split_block_mask(mask: BlockMask, counts: Sequence[int]) -> list[BlockMask]:
+    """Return the parts of a mask of FlexAttention, by PyTorch's own function, which knows even micro-batches."""
+    if len(mask.kv_num_blocks) > 1 and [*counts] != row_counts(sum(counts), len(counts)):
+        raise BatchError("a BlockMask is cut evenly\n  try: pipelab.microbatches([...]) with one for each micro-batch")
+    pieces, _ = split_args_kwargs_into_chunks((mask,), None, len(counts))
+    return [piece for (piece,) in pieces]
 
 
 def weights_of(reduction: Reduction, counts: list[int], targets: list[Any]) -> list[float]:
@@ -111,10 +263,14 @@ def _weight(given: Any, microbatch: int) -> float:
 
 
 class Cut:
-    """How a batch is cut by rows into `sequences`, and those along `dim` into slices, each with its `earlier` ones."""
+    """How a batch is cut by rows, along `batch_dim`, into `sequences`, and those along `dim` into slices.
 
-    def __init__(self, plan: Plan, dim: int | None) -> None:
+    Each slice has its `earlier` ones.
+    """
+
+    def __init__(self, plan: Plan, dim: int | None, batch_dim: int = 0) -> None:
         self.dim = dim
+        self.batch_dim = batch_dim
         self.sequences: list[list[int]] = []
         after = plan.after if dim is not None else None
         of: dict[int, list[int]] = {}
@@ -131,43 +287,90 @@ class Cut:
                 f"\n  try: a multiple of {counts[-1]} micro-batches"
             )
 
-    def rows(self, value: Any, what: str) -> list[Any]:
-        """Return the sequences of a batch, whole: without slices, its micro-batches."""
-        return split_batch(value, row_counts(rows_of(value, what), len(self.sequences)))
+    def part(self, name: str, value: Any, ready: list[int] | None) -> Part:
+        """Return inputs or targets in micro-batches; `ready` has the rows of those that are cut already."""
+        whole = self.whole(name, value, ready)
+        return whole if self.dim is None else self._sliced(whole)
 
-    def pieces(self, value: Any, what: str) -> list[Any]:
-        """Return the micro-batches of a batch."""
-        rows = self.rows(value, what)
-        if self.dim is None:
-            return rows
-        found: dict[int, Any] = {}
-        for each, slices in zip(rows, self.sequences, strict=True):
-            (length,) = {tensor.shape[self.dim] for tensor in tensors_of(each)}
-            if length % len(slices):
-                raise BatchError(
-                    f"dimension {self.dim} of {what} has {length} tokens, not a multiple of {len(slices)} slices"
-                )
-            found |= zip(slices, split_batch(each, [length // len(slices)] * len(slices), self.dim), strict=True)
-        return [found[microbatch] for microbatch in sorted(found)]
+    def whole(self, name: str, value: Any, ready: list[int] | None) -> Part:
+        """Return inputs or targets in sequences that are whole: without slices, their micro-batches."""
+        many, dim = len(self.sequences), self.batch_dim
+        counts = counts_of(value, name, many, dim, ready)
+        own = ready is not None and ready_counts(value, name, many, dim) is not None
+        listed = isinstance(value, Marked) and value.how == "microbatches"
+        return Part(name, True, split_batch(value, counts, dim), counts, ways_of(value, dim), own, listed)  # noqa: FBT003
 
-    def joined(self, pieces: list[Any]) -> Any:
-        """Return the outputs of all micro-batches as one value."""
-        if self.dim is None:
-            return join(pieces)
-        return join([join([pieces[m] for m in slices], self.dim) for slices in self.sequences])
+    def ready(self, given: Mapping[str, Any]) -> list[int] | None:
+        """Return how many rows each sequence has, if any of these values is cut already."""
+        found = (ready_counts(value, name, len(self.sequences), self.batch_dim) for name, value in given.items())
+        return next(filter(None, found), None)
+
+    def _sliced(self, part: Part) -> Part:
+        """Cut each sequence into its slices."""
+        assert self.dim is not None
+        pieces, counts = dict[int, Any](), dict[int, int]()
+        for each, rows, slices in zip(part.pieces, part.counts, self.sequences, strict=True):
+            leaves, spec = take_apart(each)
+            lengths = [self._tokens(part, each) // len(slices)] * len(slices)
+            cut = [
+                split_batch(leaf, lengths, self.dim) if way.tokens else [leaf] * len(slices)
+                for leaf, way in zip(leaves, part.ways, strict=True)
+            ]
+            pieces |= zip(slices, (rebuild(list(leaves), spec) for leaves in zip(*cut, strict=True)), strict=True)
+            counts |= dict.fromkeys(slices, rows)
+        order = sorted(pieces)
+        return replace(part, pieces=[pieces[m] for m in order], counts=[counts[m] for m in order])
+
+    def _tokens(self, part: Part, sequence: Any) -> int:
+        """Return how many tokens a sequence has: a multiple of its slices, in all tensors that are cut."""
+        dim, many = self.dim or 0, len(self.sequences[0])
+        named = zip(named_leaves(sequence, ()), part.ways, strict=True)
+        found = {part.name + place: leaf.shape[dim : dim + 1] for (place, leaf), way in named if way.tokens}
+        if len({*found.values(), None}) > 2 or torch.Size() in found.values():
+            sizes = ", ".join(f"{name} {size[0] if size else 'no'} tokens" for name, size in found.items())
+            raise BatchError(
+                f"along dimension {dim}, by which sequences are cut into slices, {sizes}\n"
+                "  try: pipelab.rows(...) for what has rows and no tokens, of which every slice gets all"
+            )
+        (length,) = next(iter(found.values()), (0,))
+        if length % many:
+            raise BatchError(f"dimension {dim} of {part.name} has {length} tokens, not a multiple of {many} slices")
+        return length
+
+    def joined(self, pieces: list[Any], inputs: Part) -> Any:
+        """Return the outputs of all micro-batches as one value; as a list, if the inputs were one."""
+        if self.dim is not None:
+            pieces = [join([pieces[m] for m in slices], self.dim) for slices in self.sequences]
+        counts = [inputs.counts[each[0]] for each in self.sequences]
+        return list(pieces) if inputs.listed else join_outputs(pieces, counts, self.batch_dim)
 
 
-def join(pieces: list[Any], dim: int = 0) -> Any:
-    """Return the outputs of all micro-batches as one value, rows in the batch's order; or the slices of `dim`.
+def join_outputs(pieces: list[Any], counts: Sequence[int], dim: int) -> Any:
+    """Return outputs as one value, along `dim` where they have so many rows there, and else along dimension 0."""
+    if not dim:
+        return join(pieces)
+    apart = [take_apart(piece)[0] for piece in pieces]
+
+    def has_rows(leaf: int) -> bool:
+        shapes = [each[leaf].shape for each in apart if isinstance(each[leaf], torch.Tensor)]
+        return all(len(shape) > dim and shape[dim] == rows for shape, rows in zip(shapes, counts, strict=False))
+
+    return join(pieces, [Way(dim if has_rows(leaf) else 0) for leaf in range(len(apart[0]))])
+
+
+def join(pieces: list[Any], along: int | Sequence[Way] = 0) -> Any:
+    """Return micro-batches as one value, rows in the batch's order; or the slices of a dimension.
 
     A tensor without rows becomes one with a row per micro-batch. All is on the first micro-batch's device.
     """
-    if isinstance(pieces[0], torch.Tensor):
+    if isinstance(pieces[0], torch.Tensor) and isinstance(along, int):
         device = pieces[0].device
-        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces], dim)
+        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces], along)
     apart = [take_apart(piece) for piece in pieces]
-    leaves = [
-        join(list(each), dim) if isinstance(each[0], torch.Tensor) else each[0]
-        for each in zip(*(leaves for leaves, _ in apart), strict=True)
+    leaves = [*zip(*(leaves for leaves, _ in apart), strict=True)]
+    ways = [Way(along)] * len(leaves) if isinstance(along, int) else along
+    joined = [
+        join(list(each), way.dim) if isinstance(each[0], torch.Tensor) and way.dim is not None else each[0]
+        for each, way in zip(leaves, ways, strict=True)
     ]
-    return rebuild(leaves, apart[0][1])
+    return rebuild(joined, apart[0][1])

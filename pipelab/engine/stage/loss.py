@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.engine.stage.batch import Reduction, join
+from pipelab.engine.stage.batch import Reduction, Way
 from pipelab.engine.stage.pytree import described, tensors_of
 from pipelab.engine.stage.streams import LOSS, begin_call, end_call
 from pipelab.errors import LossError
@@ -27,6 +27,7 @@ class Loss:
     targets: list[Any]  # per micro-batch
     weights: list[float]  # per micro-batch, the weight of its loss in the loss of the batch
     scale: float = 1.0  # what all gradients are multiplied by, for a `GradScaler`
+    ways: Sequence[Way] = ()  # how each leaf of a target was cut
     values: list[torch.Tensor | None] = field(default_factory=list)  # without weight and history
 
     def __post_init__(self) -> None:
@@ -117,22 +118,27 @@ def warned_of_targets(
     off = [abs(share * sum(counts) - sum(shares) * count) for share, count in zip(shares, counts, strict=True)]
     if max(off) <= 1e-6 * sum(shares) * sum(counts):
         return False
+    all_count = weight is None and shares == [each.numel() for each in targets]
     if not own:
-        raise _uneven(loss_fn, shares, ignored, weighed=weight is not None)
+        raise _uneven(loss_fn, shares, ignored, weighed=weight is not None, all_count=all_count)
+    have = f"the micro-batches have {_some(shares)} " + ("targets" if all_count else "others")
+    counted = "target.numel()" if all_count else f"(target != {_IGNORED}).sum()"
     warnings.warn(
-        f"of the targets, some are {_IGNORED}, and the micro-batches have {_some(shares)} others: reduction='mean' "
+        f"{'' if all_count else f'of the targets, some are {_IGNORED}, and '}{have}: reduction='mean' "
         "weighs micro-batches by rows; if your loss averages over those alone, gradients are not the whole batch's\n"
-        f"  try: Pipeline(..., reduction=lambda target: (target != {_IGNORED}).sum()), of target[:, 1:] if your loss "
+        f"  try: Pipeline(..., reduction=lambda target: {counted}), of target[:, 1:] if your loss "
         "shifts them; or reduction=len, if it averages over rows",
         stacklevel=5,
     )
     return True
 
 
-def _uneven(loss_fn: object, shares: Sequence[float], ignored: int, *, weighed: bool) -> LossError:
+def _uneven(loss_fn: object, shares: Sequence[float], ignored: int, *, weighed: bool, all_count: bool) -> LossError:
     fact = "multiplies each target by the weight of its class, and the micro-batches have different sums of weights"
     counted = f"weight[target[target != {ignored}]].sum()"
-    if not weighed:
+    if all_count:
+        fact, counted = f"averages over targets, and the micro-batches have {_some(shares)}", "target.numel()"
+    elif not weighed:
         fact = f"ignores targets that are {ignored} and averages over the others, of which the micro-batches have "
         fact, counted = fact + _some(shares), f"(target != {ignored}).sum()"
     return LossError(
@@ -146,15 +152,15 @@ def _some(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
 
 
-def warn_of_another_average(loss: Loss, reduction: Reduction, outputs: Sequence[Any]) -> None:
-    """Warn if, with `reduction="mean"`, the loss of two micro-batches together is not the average of both."""
+def warn_of_another_average(loss: Loss, reduction: Reduction, together: Callable[[], tuple[Any, Any]]) -> None:
+    """Warn if, with `reduction="mean"`, the loss of a pair of micro-batches together is not the average of both."""
     values, weights = loss.values[:2], loss.weights[:2]
     pair = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight]
     if len(pair) < 2 or reduction != "mean":
         return
     try:
         with torch.no_grad():
-            both = loss.function(join(list(outputs[:2])), join(loss.targets[:2])).detach().reshape(())
+            both = loss.function(*together()).detach().reshape(())
     except Exception:  # noqa: BLE001 - outputs that cannot be joined, as with a loss among them
         return
     total = sum(value.reshape(()).to(both) * weight for value, weight in pair) / sum(weights)

@@ -34,9 +34,20 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, opened(value))
 
 
-def take_apart(value: object) -> tuple[list[Any], Spec]:
-    """Return the leaves of a value, and what `rebuild` needs to put them back."""
-    return pytree.tree_flatten(opened(value))
+def take_apart(value: object, whole: tuple[type, ...] = ()) -> tuple[list[Any], Spec]:
+    """Return the leaves of a value, and what `rebuild` needs to put them back; objects of `whole` are leaves too."""
+    return pytree.tree_flatten(opened(value), (lambda each: isinstance(each, whole)) if whole else None)
+
+
+def named_leaves(value: object, whole: tuple[type, ...]) -> list[tuple[str, Any]]:
+    """Return the leaves of a value, each with its place, as in `["mask"]`; objects of `whole` are leaves too."""
+    leaves, _ = pytree.tree_flatten_with_path(opened(value), lambda each: isinstance(each, whole))
+    return [(pytree.keystr(path).replace("'", '"'), leaf) for path, leaf in leaves]
+
+
+def open_with(kind: type, take: Callable[[Any], tuple[list[Any], Any]], make: Callable[[Any, Any], Any]) -> None:
+    """Let the functions above find the tensors in objects of a class."""
+    pytree.register_pytree_node(kind, take, make)
 
 
 def rebuild(leaves: list[Any], spec: Spec) -> Any:

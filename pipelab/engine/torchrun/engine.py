@@ -30,7 +30,15 @@ from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.streams import Streams, peek
 from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
-from pipelab.engine.torchrun.messages import Connections, ValueMeta, copy_from, from_bytes, learn_metas, to_bytes
+from pipelab.engine.torchrun.messages import (
+    Connections,
+    Shapes,
+    ValueMeta,
+    copy_from,
+    from_bytes,
+    learn_metas,
+    to_bytes,
+)
 from pipelab.engine.torchrun.runtime import lowered, routes_of
 from pipelab.engine.torchrun.stage import ProcessStage, ProcessStep, Reducer
 from pipelab.engine.torchrun.supervisor import Status, Supervisor
@@ -87,7 +95,7 @@ class TorchEngine(Engine):
         }
         self._row = [plan.bound.codes.action(code) for code in plan.bound.rows[rank]]
         self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
-        self._metas: dict[str, dict[int, list[ValueMeta]]] = {}
+        self._metas: dict[str, dict[Shapes, list[ValueMeta]]] = {}
         self._clock = Clock()
         self.random = Streams(stages.named, [devices[rank]])
         self._seed = 0  # of the random numbers of the next step
@@ -103,7 +111,7 @@ class TorchEngine(Engine):
             if part.here:
                 part.words = _words(part)
             elif known := self._parts.get(part.name):
-                part.words, part.pieces, part.weights = known.words, known.pieces, known.weights
+                part.take(known)
         about = self._about(caller, learning=len(parts) > 1)
         age_ns = time.perf_counter_ns() - self._clock.set_at
         old = not self.one_clock and age_ns > _CLOCKS_SECONDS * 1e9
@@ -123,9 +131,9 @@ class TorchEngine(Engine):
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
         row = [action for action in self._row if loss is not None or action.traits.forward]
         mine = RankState(self.rank, row, self._stream, {})
-        counts = [len(tensors_of(piece)[0]) for piece in inputs]
+        shapes = [tuple(tensor.shape for tensor in tensors_of(piece)) for piece in inputs]
         clocks, waited = begin([self._stream]), [0] * len(row)
-        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, counts=counts, waited=waited)
+        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=shapes, waited=waited)
         call = "forward(x)" if loss is None else "step(x, y)"
         state: StepState = self.attend(partial(copy_context().run, self._run, step), call)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
@@ -173,7 +181,7 @@ class TorchEngine(Engine):
             # [1] which values will be sent?
             if self._shapes not in self._metas:
                 here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
-                self._metas[self._shapes] = learn_metas(*here, step.inputs, step.counts, learning=step.loss is not None)
+                self._metas[self._shapes] = learn_metas(*here, step.inputs, step.shapes, learning=step.loss is not None)
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step

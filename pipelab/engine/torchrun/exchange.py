@@ -11,8 +11,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from pipelab.engine.device import HOST, HostClock
 from pipelab.engine.engine import RankState, StepState
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import described, map_tensors, take_apart, tensors_of
+from pipelab.engine.stage.pytree import described, rebuild, take_apart, tensors_of
 from pipelab.engine.torchrun.messages import from_bytes, to_bytes
 from pipelab.engine.torchrun.stage import ProcessStep
 from pipelab.errors import BatchError
@@ -68,7 +68,7 @@ def _differ(samples: Sequence[int]) -> bool:
 
 def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], samples: list[list[int]]) -> None:
     """Raise what is wrong, or how the processes differ; if they do not, complete the parts that are not here."""
-    given = [(part.words, _on("meta", part.pieces), part.weights) if part.here else None for part in parts]
+    given = [replace(part, pieces=_on("meta", part.pieces), error=None) if part.here else None for part in parts]
     wrong = [(type(part.error), str(part.error)) for part in parts if part.error is not None]
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (head, given, wrong), group=group)
@@ -79,25 +79,31 @@ def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], s
     calls = []
     for theirs, parcels, _ in rows:
         known = [parcel or usual for parcel, usual in zip(parcels, agreed, strict=True)]
-        calls.append([*theirs, *(parcel[0] for parcel in known if parcel)])
+        calls.append([*theirs, *(parcel.words for parcel in known if parcel)])
     for column in samples:
         if _differ(column) or any(call != calls[0] for call in calls):
             raise BatchError(_difference(calls, column))
     for part, found in zip(parts, agreed, strict=True):
         if not part.here and found is not None:
-            part.words, part.pieces, part.weights = found[0], _on("cpu", found[1]), found[2]
+            part.take(replace(found, pieces=_on("cpu", found.pieces)))
 
 
 def _on(device: str, pieces: list[Any]) -> list[Any]:
     """Return micro-batches of the same shapes, with any numbers, or none on the device "meta"."""
-    like = partial(torch.empty_like, device=device)
-    return [map_tensors(lambda tensor: like(tensor, requires_grad=tensor.requires_grad), piece) for piece in pieces]
+
+    def like(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty_like(leaf, device=device, requires_grad=leaf.requires_grad)
+        return leaf if isinstance(leaf, (str, int, float)) else None  # what cannot be sent is not needed elsewhere
+
+    apart = map(take_apart, pieces)
+    return [rebuild([*map(like, leaves)], spec) for leaves, spec in apart]
 
 
 def describe_batch(microbatches: Sequence[Any]) -> str:
     """Return the structure of a batch, and the shapes and types of its parts, micro-batch by micro-batch."""
-    counts = Counter(map(_describe_piece, microbatches))
-    return " and ".join(f"{count} x {text}" for text, count in counts.items())
+    runs = groupby(map(_describe_piece, microbatches))
+    return " and ".join(f"{len([*run])} x {text}" for text, run in runs)
 
 
 def _describe_piece(piece: Any) -> str:
@@ -109,7 +115,7 @@ def _describe_piece(piece: Any) -> str:
 def sample_of(microbatches: Sequence[Any]) -> bytes:
     """Return a few numbers of a batch's first and last row, by which different rows are noticed."""
     first, last = tensors_of(microbatches[0]), tensors_of(microbatches[-1])
-    return b"".join(map(few_numbers, [*(tensor[0] for tensor in first), *(tensor[-1] for tensor in last)]))
+    return b"".join(map(few_numbers, [*(tensor[:1] if tensor.dim() else tensor for tensor in first), *last]))
 
 
 def few_numbers(tensor: torch.Tensor) -> bytes:

@@ -124,13 +124,13 @@ class ValueMeta:
             for part, gradient in self._wanted(gradients)
         ]
 
-    def misfit(self, value: Any, giver: str, rows: int) -> str:
-        """Return how an output of the stage `giver` for so many rows differs from this meta; "" if it does not."""
+    def misfit(self, value: Any, giver: str) -> str:
+        """Return how an output of the stage `giver` differs from this meta; "" if it does not."""
         found = meta_of(value, giver)
         if found == self:
             return ""
         return (
-            f"returned {found}, but for an earlier micro-batch of {rows} rows it returned {self}: "
+            f"returned {found}, but for an earlier micro-batch of the same shape it returned {self}: "
             "between processes, a stage's outputs must have one structure, shape and type, and the same ones must "
             "require gradients\n"
             "  try: engine='threads', which has no such limit"
@@ -148,6 +148,10 @@ class ValueMeta:
         """Return the tensors, such as `[4, 6] float32`, and the structure of several."""
         structure = "" if len(self.parts) == 1 else f" in {' '.join(str(self.spec).split())}"
         return ", ".join(map(str, self.parts)) + structure
+
+
+Shapes = tuple[torch.Size, ...]
+"""Those of the tensors in a micro-batch."""
 
 
 def meta_of(value: Any, giver: str) -> ValueMeta:
@@ -225,20 +229,20 @@ def learn_metas(
     stream: RankStream,
     group: dist.ProcessGroup,
     inputs: Sequence[Any],
-    counts: Sequence[int],
+    shapes: Sequence[Shapes],
     *,
     learning: bool,
-) -> dict[int, list[ValueMeta]]:
-    """Return, by number of rows, the meta of each stage's output; all processes must call it.
+) -> dict[Shapes, list[ValueMeta]]:
+    """Return, by the shapes of a micro-batch, the meta of each stage's output; all processes must call it.
 
-    For each number of rows and each way through the ranks, the first such micro-batch runs forward, stage by stage:
+    For each such shapes and each way through the ranks, the first such micro-batch runs forward, stage by stage:
     each process sends its stage's output and meta to the next stage's process. Buffers and random state are restored;
-    hooks on the modules run. `rank` is this process's, and `counts` are the rows of the micro-batches.
+    hooks on the modules run. `rank` is this process's, and `shapes` are the micro-batches'.
     """
-    found: dict[int, list[ValueMeta]] = {count: [ValueMeta(None, ())] * (plan.stages - 1) for count in counts}
-    ways = {(count, *plan.bound.route(m)): m for m, count in reversed(list(enumerate(counts)))}
-    for (count, *ranks), microbatch in sorted(ways.items()):
-        metas = found[count]
+    found: dict[Shapes, list[ValueMeta]] = {own: [ValueMeta(None, ())] * (plan.stages - 1) for own in shapes}
+    ways = {(own, tuple(plan.bound.route(m))): m for m, own in reversed(list(enumerate(shapes)))}
+    for (own, ranks), microbatch in sorted(ways.items()):
+        metas = found[own]
         value: Any = inputs[microbatch]
         for stage, (here, there) in enumerate(pairwise(ranks)):
             if rank == here:

@@ -27,7 +27,7 @@ from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.replicas import Buffers, versions, written
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
-from pipelab.engine.torchrun.messages import Connections, GradientPresence, ValueMeta, copy_from
+from pipelab.engine.torchrun.messages import Connections, GradientPresence, Shapes, ValueMeta, copy_from
 from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError
 from pipelab.plan.actions import UNSHARD, Action, B, F, I, R, W
@@ -38,8 +38,8 @@ from pipelab.plan.plan import Plan
 class ProcessStep(StepState):
     """One step, or one evaluation, of the one rank that this process runs."""
 
-    counts: Sequence[int] = ()  # per micro-batch, how many rows it has
-    metas: dict[int, list[ValueMeta]] = field(default_factory=dict)  # by number of rows, of each stage's output
+    shapes: Sequence[Shapes] = ()  # per micro-batch, those of its input
+    metas: dict[Shapes, list[ValueMeta]] = field(default_factory=dict)  # by those, of each stage's output
     waited: list[int] = field(default_factory=list)  # per action, nanoseconds of waiting for another rank's value
     waiting: bool = False  # whether the next action waits for a value from another rank
     peer: int | None = None  # the rank of the last send or receive since the last action
@@ -52,7 +52,7 @@ class ProcessStep(StepState):
 
     def meta(self, stage: int, microbatch: int) -> ValueMeta:
         """Return the meta of a stage's output for a micro-batch."""
-        return self.metas[self.counts[microbatch]][stage]
+        return self.metas[self.shapes[microbatch]][stage]
 
     def wait(self, works: Sequence[Any], flags: Sequence[Any]) -> None:
         """Wait for the value that the next action needs from another rank; record for how long."""
@@ -163,7 +163,7 @@ class ProcessStage:
             step.outputs[microbatch] = made
         else:
             meta = step.meta(runner.index, microbatch)
-            if misfit := meta.misfit(made, f"stage {runner.index}", step.counts[microbatch]):
+            if misfit := meta.misfit(made, f"stage {runner.index}"):
                 raise HaltError(self._error(microbatch, misfit))
             if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
                 self.made[microbatch] = made  # to be sent

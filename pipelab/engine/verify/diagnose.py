@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelab.engine.stage.batch import Reduction, row_counts, rows_of
+from pipelab.engine.stage.batch import Reduction, counts_of, ready_counts, rows_of
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
 from pipelab.engine.stage.streams import LOSS, latest
@@ -117,6 +117,7 @@ def diagnose(
     reduction: Reduction | None = None,
     trained: Sequence[nn.Module] = (),
     repeat: bool = True,
+    batch_dim: int = 0,
 ) -> Diagnosis:
     """Compare the gradients that any training step leaves with plain training's, and name the factor that is wrong.
 
@@ -138,6 +139,8 @@ def diagnose(
         reduction: as in `Pipeline`, for a loss that cannot be computed from the outputs of all micro-batches joined.
         trained: the modules that the step trains, if not the whole model: this process's stages, for example. Their
             parameters are the model's own, or have their names and weights.
+        batch_dim: the dimension of the rows of `x` and `y`, as in `Pipeline`. The step gets `x` and `y` as they are,
+            and the model without marks such as `pipelab.whole`.
         repeat: whether the step may run again, on another batch and with other weights, to find a cause. It never does
             if there are several processes.
 
@@ -157,14 +160,17 @@ def diagnose(
         UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is none of the model's.
         LossError: if the batch's loss is no weighted sum of the micro-batches' losses.
     """
-    rows, learning = rows_of(x, "x"), _learning(model, trained)
-    counts = row_counts(rows, microbatches) if isinstance(microbatches, int) else list(microbatches)
+    many, learning = microbatches if isinstance(microbatches, int) else len(microbatches), _learning(model, trained)
+    own = ready_counts(x, "x", many, batch_dim) or ready_counts(y, "y", many, batch_dim)
+    counts = counts_of(x, "x", many, batch_dim, own) if isinstance(microbatches, int) else list(microbatches)
+    rows = sum(own or [rows_of(x, "x", batch_dim)])
     if sum(counts) != rows or min(counts) < 1:
         raise UsageError(f"microbatches={microbatches!r} are {sum(counts)} rows, and the batch has {rows}")
     repeat = repeat and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     modules = [module for module in (model, loss_fn, *trained) if isinstance(module, nn.Module)]
     with restored(modules, [x, y]) as rewind:
         trial = Trial(step, model, modules, learning, forward or model, loss_fn, counts, reduction, rewind, repeat)
+        trial = replace(trial, batch_dim=batch_dim)
         return _diagnosis(_evidence(trial, [model, *trained], (x, y), replicas))
 
 
@@ -195,7 +201,7 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     with seen(watched) as during:
         left = trial.stepped(*batch, again=False)
     step = latest()
-    if draws and step is not None and step is not last and step.layers <= {LOSS, *dict(trial.model.named_modules())}:
+    if draws and step is not None and step is not last and step.drew <= {LOSS, *dict(trial.model.named_modules())}:
         trial, draws = replace(trial, seed=step.seed), ""
         alone, shares = trial.each_alone(*batch)
     coarse = (during.types - before.types) & {torch.bfloat16, torch.float16}

@@ -20,9 +20,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.batch import Reduction, join, split_batch, weights_of
+from pipelab.engine.stage.batch import Reduction, join, join_outputs, split_batch, ways_of, weights_of
+from pipelab.engine.stage.inputs import Marked
 from pipelab.engine.stage.loss import Loss
-from pipelab.engine.stage.pytree import full_tensor, map_tensors, tensors_of
+from pipelab.engine.stage.pytree import full_tensor, map_tensors, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.streams import StepStreams, Streams
 from pipelab.errors import LossError, UsageError
@@ -231,6 +232,7 @@ class Trial:
     repeat: bool  # whether the step may run again
     types: frozenset[torch.dtype] = frozenset()  # the coarse ones in which the step computes
     seed: int | None = None  # of the random numbers of the step, if it is a pipeline's
+    batch_dim: int = 0  # of what is not marked otherwise
 
     @property
     def caller(self) -> CallerContext:
@@ -241,7 +243,7 @@ class Trial:
         """Return what each micro-batch adds in plain training, and its weight in the batch's loss."""
         self.rewind()
         own = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        inputs, targets = split_batch(x, self.rows), split_batch(y, self.rows)
+        inputs, targets = (split_batch(value, self.rows, self.batch_dim) for value in (x, y))
         around = nullcontext if self.seed is None else partial(Streams(self.model).plainly, [self.model], self.seed)
         weights = [1.0] * len(self.rows)
         plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, weights, around)
@@ -252,7 +254,8 @@ class Trial:
             for parameter in own.values():
                 parameter.grad = None
         if self.reduction is None:
-            shares = _shares(self.loss_fn, outputs, targets, y)
+            join_all = partial(join_outputs, counts=self.rows, dim=self.batch_dim)
+            shares = _shares(self.loss_fn, outputs, targets, join(targets, ways_of(y, self.batch_dim)), join_all)
         else:
             shares = weights_of(self.reduction, self.rows, targets)
         for gradients, share in zip(alone, shares, strict=True):
@@ -280,9 +283,11 @@ class Trial:
             return Gradients.of(self.learning, "cpu")
 
     def taken(self, value: Any, which: Iterable[int]) -> Any:
-        """Return these rows of inputs or targets."""
-        rows = split_batch(value, [1] * sum(self.rows))
-        return join([rows[row % len(rows)] for row in which])
+        """Return these rows of inputs or targets; with marks, all as they are."""
+        if any(isinstance(leaf, Marked) for leaf in take_apart(value, (Marked,))[0]):
+            return value
+        rows = split_batch(value, [1] * sum(self.rows), self.batch_dim)
+        return join([rows[row % len(rows)] for row in which], self.batch_dim)
 
     def _run(self, rows: Any) -> Any:
         """Run the model under autocast to the step's types; the loss gets float32, as it does under autocast."""
@@ -295,7 +300,9 @@ class Trial:
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype in self.types else tensor, output)
 
 
-def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any) -> list[float]:
+def _shares(
+    loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any, join_all: Callable[[list[Any]], Any]
+) -> list[float]:
     """Return each micro-batch's weight in the loss of the whole batch.
 
     The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
@@ -305,7 +312,7 @@ def _shares(loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: An
     alone = [_slopes(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
     try:
         with torch.enable_grad():
-            at_once = _slopes(loss_fn, join(outputs), y, [*chain.from_iterable(leaves)])
+            at_once = _slopes(loss_fn, join_all(outputs), y, [*chain.from_iterable(leaves)])
     except Exception as error:
         raise LossError(
             f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"

@@ -13,8 +13,9 @@ from torch import nn
 
 from pipelab.engine.engine import Assembly
 from pipelab.engine.model.traced import call
-from pipelab.engine.stage.batch import rows_of, weights_of
+from pipelab.engine.stage.batch import weights_of
 from pipelab.engine.stage.errors import in_short
+from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
 from pipelab.engine.stage.streams import StepStreams
@@ -118,11 +119,19 @@ class Verification:
 
 def _reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
     """Return plain training with the pipeline's micro-batches."""
-    rows, targets = pipe.cut.rows(x, "x"), pipe.cut.rows(y, "y")
-    weights = weights_of(pipe.reduction, [rows_of(piece, "x") for piece in rows], targets)
+    ready = pipe.cut.ready({"x": x, "y": y})
+    rows, targets = pipe.cut.whole("x", x, ready), pipe.cut.whole("y", y, ready)
+    weights = weights_of(pipe.reduction, targets.counts, targets.pieces)
     forward = partial(_through_model if pipe.stages.is_traced else _through_stages, pipe)
     return Reference(
-        _learning(pipe), forward, pipe.loss_fn, pipe.caller(), rows, targets, weights, partial(_as_in_the_step, pipe)
+        _learning(pipe),
+        forward,
+        pipe.loss_fn,
+        pipe.caller(),
+        rows.pieces,
+        targets.pieces,
+        weights,
+        partial(_as_in_the_step, pipe),
     )
 
 
@@ -279,7 +288,7 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
 def _draws(pipe: Assembly, *, unseen: bool) -> str:
     """Return how the model draws random numbers, as plain training has just shown; "" if it does not."""
     drew = pipe.engine.random.last
-    other = unseen or drew.apart or (drew.drew and pipe.cut.dim is not None)
+    other = unseen or drew.in_backward or (drew.drew and (pipe.cut.dim is not None or pipe.stages.is_traced))
     return OTHERWISE if other else ANEW if drew.drew else ""
 
 
@@ -332,6 +341,9 @@ def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
     difference is a fault if it is too large with most of some other weights.
     """
+    if both.pipe.cut.ready({"x": both.x, "y": both.y}):
+        return _Whole(unproven=("the micro-batches were cut before: there is no whole batch to compare with",))
+    both = replace(both, x=unmarked(both.x), y=unmarked(both.y))
     try:
         difference, wrong = _difference_at_once(both, sums)
     except Exception as error:

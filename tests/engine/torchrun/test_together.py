@@ -22,6 +22,7 @@ SITUATIONS = [
     "both_ways",
     "own_data",
     "nothing_learns",
+    "inputs",
 ]
 """Scripts that run in the same four processes, one after another."""
 
@@ -232,6 +233,27 @@ def test_numbers_are_the_same_where_each_process_is_given_what_it_needs(said, sa
         assert (fact["losses"], fact["gradients"], fact["forward"], fact["proof"]) == (True, True, True, True)
     assert [fact["told"] for (fact,) in four] == OWN_DATA[case]
     assert case == "replicas" or [fact["told"] for (fact,) in two] == OWN_DATA[case][:: 1 if case == "zbv" else 3][:2]
+
+
+INPUTS = [
+    "sequence first",
+    "a mask that is whole",
+    "lengths unlike",
+    "pieces and rows",
+    "traced with a mask",
+]
+
+
+@pytest.mark.parametrize("case", INPUTS)
+def test_marked_inputs_give_the_threads_engines_numbers_where_each_process_is_given_what_it_needs(said, case):
+    for (fact,) in said(f"inputs, {case}"):
+        figures = {name: fact[name] for name in ("losses", "gradients", "forward", "outputs", "proof")}
+        assert figures == dict.fromkeys(figures, True)
+
+
+def test_pieces_of_one_process_and_rows_of_another_are_refused_on_all(said):
+    for (fact,) in said("inputs, cut apart"):
+        assert fact["told"].startswith("the micro-batches of x have 1, 3, 2, 2 rows and those of y 2, 2, 2, 2\n  try: ")
 
 
 MISSING = {

@@ -30,7 +30,10 @@ def layer(index):
 def meta():
     with torch.device("meta"):
         return nn.Sequential(
-            *map(layer, range(8)), nn.GRU(6, 6, batch_first=True), plain.Made(lambda _, value: value[0]), nn.Linear(6, 6)
+            *map(layer, range(8)),
+            nn.GRU(6, 6, batch_first=True),
+            plain.Made(lambda _, value: value[0]),
+            nn.Linear(6, 6),
         )
 
 

@@ -27,6 +27,7 @@ from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import Spec, described, map_tensors, opened, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, unchanged
 from pipelab.engine.stage.split_backward import custom_functions, holds_checkpoint
+from pipelab.engine.stage.streams import name_draw
 from pipelab.errors import BatchError, SplitError
 
 NamedLayer = tuple[str, nn.Module]
@@ -46,9 +47,10 @@ class Route:
 
 
 def cut_graph(
-    whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str]
+    whole: fx.GraphModule, layers: Sequence[str], starts: Sequence[str], model: nn.Module
 ) -> list[tuple[fx.GraphModule, Route]]:
     """Cut a model's graph where some layers start; a value is computed once, by the first stage that needs it."""
+    _name_draws(whole.graph, model)
     stage_of = _stages_of(whole.graph, layers, starts)
     found = [_cut_out(whole, stage, stage_of) for stage in range(len(starts) + 1)]
     arriving = [node.name for node in whole.graph.nodes if node.op == "placeholder"]
@@ -57,6 +59,34 @@ def cut_graph(
         route.receives = arriving
         arriving = route.sends = [name for name in (*arriving, *route.makes) if name in later]
     return found
+
+
+def _name_draws(graph: fx.Graph, model: nn.Module) -> None:
+    """Let the graph say, before every operation that draws random numbers, which call of which layer it is."""
+    first = {each: name for name, each in model.named_modules()}
+    calls: dict[str, dict[tuple[str, ...], int]] = {}  # by layer, how often each of its calls has drawn
+    for node in list(graph.nodes):
+        within = node.meta.get("nn_module_stack") or {}
+        for depth, (name, _) in enumerate(within.values(), 1):
+            layer, call = first[model.get_submodule(name)], tuple(within)[:depth]
+            drawn = calls.setdefault(layer, {})
+            drawn.setdefault(call, 0)
+        if within and _draws(node):
+            with graph.inserting_before(node):
+                named = graph.call_function(name_draw, (layer, [*drawn].index(call), drawn[call]))
+            named.meta = node.meta
+            drawn[call] += 1
+
+
+def _draws(node: fx.Node) -> bool:
+    """Return whether an operation draws random numbers: not a dropout or an attention that drops nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # noqa: SLF001 - an operation has one
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= {each.name: value for each, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    drops = ("dropout_p", "dropout", "train", "training", *["p"] * ("train" in given))
+    return all(given.get(name, True) for name in drops)
 
 
 def _stages_of(graph: fx.Graph, layers: Sequence[str], starts: Sequence[str]) -> dict[fx.Node, int]:
@@ -192,7 +222,7 @@ class TracedStages:
             try:
                 exported = torch.export.export(self._model, *arguments_of(self._model, example), strict=False)
                 whole = exported.module(check_guards=False)
-                parts = cut_graph(whole, [name for name, _ in self.units], self.starts)
+                parts = cut_graph(whole, [name for name, _ in self.units], self.starts, self._model)
             except Exception as error:
                 name, (shapes, known) = type(self._model).__name__, map(_sizes, (example, self.example))
                 others = f"\n  the example has {known}: pipelab.whole(...) marks what all micro-batches need all of"

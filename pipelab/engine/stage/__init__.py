@@ -11,6 +11,6 @@
 - `pytree`: tensors in tuples, lists and dicts
 - `replicas`: copies of a stage that several ranks hold, and parameters that several stages use
 - `snapshot`: buffers and random state, saved and restored
-- `streams`: random numbers, from a stream of its own for each layer and micro-batch
+- `streams`: random numbers that depend on layer and micro-batch, not on threads or the order of actions
 - `errors`: a stage's error, with rank, stage, action and the model's layer
 """

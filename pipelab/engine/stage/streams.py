@@ -1,6 +1,6 @@
-"""Random numbers that hold: every call of a layer draws from a stream of its own.
+"""Random numbers that hold: every draw of a layer has a generator of its own.
 
-    seed of the step, micro-batch, name of the layer, number of the call ──▶ a generator, made at the call's first draw
+    seed of the step, micro-batch, name of the layer, number of its call, number of the draw ──▶ the generator's seed
 
 So they depend neither on the order of actions, nor on threads or processes, nor on the cut. PyTorch's operations that
 draw ask here for a generator, on a thread that runs an action. Which layer draws, hooks know: in a first step, all
@@ -54,16 +54,16 @@ class _Call:
 
     layer: str
     stream: tuple[object, ...]
+    draws: int = 0  # so far
     repeats: int = 0
-    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Part:
-    """A part under a checkpoint: how its forward numbers calls, and begins what it draws outside of its layers."""
+    """A part under a checkpoint: how its forward numbers calls, and draws outside of its layers."""
 
     numbers: dict[str, int]
-    states: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    first: tuple[tuple[object, ...], int] | None = None  # of these draws: the stream, and the number
 
 
 @dataclass(slots=True)
@@ -93,7 +93,8 @@ class StepStreams:
     first: Mapping[tuple[int, str], int] = field(default_factory=dict)  # how often earlier stages have a layer too
     spread: bool = False  # whether a stage has DTensors
     drew: set[str] = field(default_factory=set)
-    in_backward: bool = False  # whether something drew in a backward that had not drawn in the forward
+    layers: set[str] = field(default_factory=set)  # what drew, by the names of the streams
+    apart: bool = False  # whether something drew in a backward that had not drawn in the forward
     _forwards: dict[tuple[int, int], _Forward] = field(default_factory=dict)
 
     def running(self, stage: int, microbatch: int | None, kind: str, *, forward: bool) -> _Action:
@@ -137,36 +138,35 @@ class _Action:
         if self._again and not (entry is not None and entry.again):
             many = self._forward.numbers.get(layer, first) - first
             number, repeats = first, many if many > 1 else 0
-        self._calls.append(_Call(layer, (layer, number), repeats))
+        self._calls.append(_Call(layer, (layer, number), repeats=repeats))
 
     def end(self) -> None:
         """End the innermost call."""
         self._calls.pop()
 
-    def name(self, layer: str, number: int) -> None:
-        """Let a traced stage draw as this call of a layer of its model does."""
-        if self._calls[-1].stream != (layer, number):
-            self._calls[-1].stream, self._calls[-1].generators = (layer, number), {}
+    def name(self, layer: str, number: int, draws: int) -> None:
+        """Let a traced stage draw next as this call of a layer of its model does."""
+        self._calls[-1].stream, self._calls[-1].draws = (layer, number), draws
 
-    def stream(self, device: torch.device) -> torch.Generator:
-        """Return the generator of what draws now: the innermost call's, or a copy for a part of it that runs again."""
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator of the next draw: of the innermost call, or of what that runs again."""
         call, entry = self._calls[-1], self._entry()
-        part = entry.part if entry is not None and entry.within is call else None
-        if entry is not None and part is not None and entry.again and part.states:
-            call = entry.call = entry.call or _resumed(call, part)
+        if entry is not None and entry.within is call:
+            part = entry.part
+            if not entry.again:
+                part.first = part.first or (call.stream, call.draws)
+            elif part.first is not None:
+                call = entry.call = entry.call or _Call(call.layer, *part.first, repeats=call.repeats)
         self._note(call)
-        found = call.generators.get(device)
-        if found is None:
-            words = repr((self._step.seed, self._microbatch, *call.stream)).encode()
-            found = call.generators[device] = torch.Generator(device)
-            found.manual_seed(int.from_bytes(blake2b(words, digest_size=8).digest(), "big") >> 1)
-        if part is not None and device not in part.states:
-            part.states[device] = found.get_state()
-        return found
+        words = repr((self._step.seed, self._microbatch, *call.stream, call.draws)).encode()
+        call.draws += 1
+        made = torch.Generator(device)
+        return made.manual_seed(int.from_bytes(blake2b(words, digest_size=8).digest(), "big") >> 1)
 
     def _note(self, call: _Call) -> None:
         """Note that a call draws; refuse it, if what it repeats cannot be known."""
         self._step.drew.add(self._calls[-1].layer)
+        self._step.layers.add(str(call.stream[0]))
         outside = self._again and call is self._calls[0]
         if call.repeats or (outside and torch.is_grad_enabled()):
             many = f"called {call.repeats} times in the forward,"
@@ -176,7 +176,7 @@ class _Action:
                 "tell which ones it drew in the forward\n  try: torch.utils.checkpoint around this part alone, not "
                 "inside another checkpoint; and a layer of its own for each call, such as a second nn.Dropout"
             )
-        self._step.in_backward |= outside
+        self._step.apart |= outside
 
     def _entry(self) -> _Entry | None:
         """Return the run of a checkpointed part that goes on; at its begin, keep or set how calls are numbered."""
@@ -194,15 +194,6 @@ class _Action:
                 self._numbers = dict(part.numbers)
             entry = self._entries[key] = _Entry(part, self._calls[-1], again, running)
         return entry
-
-
-def _resumed(call: _Call, part: _Part) -> _Call:
-    """Return a call that draws what the forward of this part drew."""
-    again = _Call(call.layer, call.stream, call.repeats)
-    for device, state in part.states.items():
-        again.generators[device] = torch.Generator(device)
-        again.generators[device].set_state(state)
-    return again
 
 
 def _running_checkpoint(*, reentrant: bool) -> object | None:
@@ -270,29 +261,28 @@ def _steered(name: str, kind: str) -> Callable[..., Any]:
         if named.get("generator") is not None or (at is not None and len(args) > at and args[at] is not None):
             return kernel.call_boxed(keys, *args, **named)  # the model's own
         device = next(each.device for each in (*args, *named.values()) if isinstance(each, torch.Tensor))
-        stream = action.stream(device)
+        generator = action.generator(device)
         if at is None:
-            return _from_default(stream, partial(kernel.call_boxed, keys, *args, **named))
+            return _from_default(generator, partial(kernel.call_boxed, keys, *args, **named))
         if len(args) > at:
-            return kernel.call_boxed(keys, *args[:at], stream, *args[at + 1 :], **named)
-        return kernel.call_boxed(keys, *args, **{**named, "generator": stream})
+            return kernel.call_boxed(keys, *args[:at], generator, *args[at + 1 :], **named)
+        return kernel.call_boxed(keys, *args, **{**named, "generator": generator})
 
     return run
 
 
-def _from_default(stream: torch.Generator, operate: Callable[[], Any]) -> Any:
-    """Run an operation that takes no generator, with a stream in place of its device's default generator."""
-    device, action = stream.device, _local.action
+def _from_default(generator: torch.Generator, operate: Callable[[], Any]) -> Any:
+    """Run an operation that takes no generator, with this one in place of its device's default generator."""
+    device, action = generator.device, _local.action
     default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     with _swap:
         before = default.get_state()
-        default.set_state(stream.get_state())
+        default.set_state(generator.get_state())
         _local.action = None  # it may call another one
         try:
             return operate()
         finally:
             _local.action = action
-            stream.set_state(default.get_state())
             default.set_state(before)
 
 
@@ -311,10 +301,10 @@ def end_call(*_: object) -> None:
         action.end()
 
 
-def name_call(layer: str, number: int) -> None:
-    """Say which call of a layer the next operations of a traced stage are."""
+def name_draw(layer: str, number: int, draws: int) -> None:
+    """Say which call of a layer a traced stage draws for next, and how often that has drawn."""
     if (action := getattr(_local, "action", None)) is not None:
-        action.name(layer, number)
+        action.name(layer, number, draws)
 
 
 class Streams:

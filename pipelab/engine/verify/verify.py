@@ -288,7 +288,7 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
 def _draws(pipe: Assembly, *, unseen: bool) -> str:
     """Return how the model draws random numbers, as plain training has just shown; "" if it does not."""
     drew = pipe.engine.random.last
-    other = unseen or drew.in_backward or (drew.drew and (pipe.cut.dim is not None or pipe.stages.is_traced))
+    other = unseen or drew.apart or (drew.drew and pipe.cut.dim is not None)
     return OTHERWISE if other else ANEW if drew.drew else ""
 
 

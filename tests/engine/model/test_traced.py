@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab import GPipe, Pipeline, split
+from pipelab import GPipe, OneFOneB, Pipeline, diagnose, split
 from pipelab.engine.model.traced import move
 from pipelab.errors import SplitError
 
@@ -124,3 +124,38 @@ def test_a_model_traced_on_the_cpu_trains_and_evaluates_on_gpus(devices):
     twin.load_state_dict(state)
     torch.testing.assert_close(evaluated, twin(more).detach(), rtol=1e-4, atol=1e-4)
     assert int(model.norm.num_batches_tracked) == 2
+
+
+class Drops(nn.Module):
+    """Layers and functions that draw: one layer at several places, functions between blocks, some that are at rest."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), drop) for drop in (shared, nn.Dropout(0.2), shared))
+        self.shared, self.head = shared, nn.Linear(6, 6)
+
+    def forward(self, x):
+        for block, p in zip(self.blocks, (0.3, 0.0, 0.3), strict=True):
+            x = nn.functional.dropout(self.shared(block(x)), p)
+        heads = self.head(x)[None]
+        still = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return nn.functional.dropout(nn.functional.scaled_dot_product_attention(still, heads, heads, dropout_p=0.2)[0])
+
+
+def test_a_traced_model_draws_what_it_would_draw_by_itself_at_any_number_of_stages():
+    x, y = plain.batch(8)
+    found = []
+    for stages in (1, 2, 4):
+        torch.manual_seed(0)
+        model = Drops()
+        with Pipeline(split(model, stages, example=x[:2]), OneFOneB(stages, 4), mse) as pipe:
+            proof = pipe.verify(x, y)
+            assert (proof.exact, proof.compared) == (True, True)
+            torch.manual_seed(7)
+            found.append([pipe.step(x, y).loss.item() for _ in range(2)])
+            model.zero_grad()
+            told = diagnose(pipe.step, model, x, y, mse, microbatches=4)
+            assert (told.code, "not verified" in str(told)) == ("right", False)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]

@@ -377,7 +377,7 @@ def test_a_model_that_draws_nothing_has_neither_hooks_nor_generators(monkeypatch
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), attention, nn.Dropout(0.5).eval(), nn.Linear(6, 6))
     x, y = plain.batch(8)
     with Pipeline(model, GPipe(5, 2), mse) as pipe:
-        monkeypatch.setattr("pipelab.engine.stage.streams._Action.stream", Mock(side_effect=AssertionError))
+        monkeypatch.setattr("pipelab.engine.stage.streams._Action.generator", Mock(side_effect=AssertionError))
         pipe.step(x, y)
         monkeypatch.setattr("pipelab.engine.stage.streams._hooked", Mock(side_effect=AssertionError))
         pipe.step(x, y)

@@ -22,7 +22,7 @@ from pipelab.checking.mistakes import diagnose
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.residency import residency
 from pipelab.checking.rules import misplaced, missing
-from pipelab.checking.transfers import transfer_deadlocks
+from pipelab.checking.transfers import hanging, misposted, transfer_deadlocks
 from pipelab.display import show
 from pipelab.errors import clean, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action
@@ -87,7 +87,22 @@ class Faults(list[Fault]):
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""
-        return str(ScheduleError(self, self.subject)) if self else f"{clean(self.subject)} is right: no fault"
+        if self:
+            return str(ScheduleError(self, self.subject))
+        return "\n".join([f"{clean(self.subject)} is right: no fault", *self.about_transports()])
+
+    def about_transports(self, ask: str = "pipelab.check(plan, transport={!r})") -> list[str]:
+        """Return lines that say with which transports a plan hangs, if its rows list their sends and receives."""
+        if self.plan is None or not self.plan.postings:
+            return []
+        stuck = hanging(self.plan.bound)
+        runs = ", ".join(each for each in get_args(Transport) if each not in stuck)
+        if not stuck:
+            return [f"its sends and receives do not hang with any transport: {runs}"]
+        return [
+            f"its sends and receives hang with transport {', '.join(stuck)}; they run with {runs}",
+            f"  try: {ask.format(stuck[0])}, which says why",
+        ]
 
     def _repr_html_(self) -> str:
         return show(self, "html")
@@ -185,7 +200,7 @@ def _faults(plan: Plan, memory_cap: Cap, gather_cap: Cap, order: Order, transpor
     unread = {fault.rank for fault in bound.faults if _is_unread(fault)}
     lacking, missing_values = missing(bound)
     incomplete = [fault for fault in lacking if not unread or fault.rank not in (*unread, None)]
-    faults = [*bound.faults, *misplaced(bound), *incomplete, *_disorder(plan, missing_values)]
+    faults = [*bound.faults, *misposted(bound), *misplaced(bound), *incomplete, *_disorder(plan, missing_values)]
     faults += residency(bound, gather_cap)
     faults = faults or transfer_deadlocks(bound, order, transport)
     over = [] if memory_cap is None else _over_cap(bound, memory_cap)
@@ -219,10 +234,12 @@ def require_legal(plan: Plan) -> Traversal:
     """Return a walk through the whole plan; call this before you run or simulate a plan."""
     bound = plan.bound
     if bound.walk is None:
-        if bound.faults or misplaced(bound) or missing(bound)[0]:
+        if bound.faults or misplaced(bound) or missing(bound)[0] or any(misposted(bound)):
             raise ScheduleError(check(plan), plan.name)
         walk = traverse(bound)
         if walk.stuck or (bound.needs_aside and _unordered(bound)[0]) or residency(bound):
+            raise ScheduleError(check(plan), plan.name)
+        if bound.postings and transfer_deadlocks(bound, "pytorch", "buffered"):
             raise ScheduleError(check(plan), plan.name)
         bound.walk = walk
     return bound.walk

@@ -1,4 +1,4 @@
-"""The four commonest mistakes: if one of them explains many faults, pipelab reports it instead of them."""
+"""The commonest mistakes: if one of them explains many faults, pipelab reports it instead of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, get_args
 
-from pipelab.plan.actions import PER_MICROBATCH, Action, Pair
+from pipelab.plan.actions import PER_MICROBATCH, Action, Pair, halves_of
 from pipelab.plan.binding import NO_RANK, ask, within
 from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
@@ -62,6 +62,7 @@ def _mistakes(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
         yield from _stages_forgotten(plan, faults)
     if of_place:
         yield from _counted_from_one(plan, faults)
+    yield from _old_notation(plan, faults)
 
 
 # F(rank, m) for F(m, rank)
@@ -191,6 +192,28 @@ def _counted_from_one(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
 def _lowered(action: Action, field: str) -> Action:
     number = getattr(action, field)
     return replace(action, **{field: number - 1}) if type(number) is int else action  # type: ignore[arg-type]
+
+
+# B, W for I, W
+
+
+def _old_notation(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
+    """Read each `B` that has a `W` as `I`, as papers and PyTorch before 2.6 wrote it."""
+    actions = [half for row in plan.written for item in row for half in halves_of(item) if isinstance(half, Action)]
+    halves = {(each.stage, each.microbatch) for each in actions if each.kind == "W"}
+    repeated = [fault for fault in faults if fault.code == "duplicate" and getattr(fault.action, "kind", "") == "W"]
+    if repeated and len(repeated) == len(halves) and not any(each.kind == "I" for each in actions):
+        message = (
+            f"B is the input's gradient here, as in papers and in PyTorch before 2.6, whose name is I now: each of "
+            f"{len(halves)} B has a W; the first: {repeated[0].message}"
+        )
+        fault = replace(repeated[0], message=message, hint="write I for B; for BW, write B")
+
+        def meant(_: tuple[int, int], action: Action) -> Action:
+            split = action.kind == "B" and (action.stage, action.microbatch) in halves
+            return replace(action, kind="I") if split else action
+
+        yield Mistake(fault, _rewritten(plan, meant), ("duplicate",))
 
 
 def _rewritten(plan: Plan, change: Callable[[tuple[int, int], Action], Action]) -> Plan:

@@ -153,7 +153,10 @@ def check(
     actions = sum(map(len, plan.bound.lists))
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
-    if transport != "buffered":
+    if transport == "buffered":
+        for line in faults.about_transports("--transport {}"):
+            say(line)
+    else:
         say(f"with order {order} and transport {transport}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:

@@ -180,7 +180,7 @@ def _from_stdin() -> Plan:
     rows = read_rows(text_of(sys.stdin.buffer, "stdin"), "stdin")
     if not rows:
         raise UsageError("stdin holds no plan: write pipelab check - < plan.csv, or pipe one line for each rank")
-    return Plan(rows, name="stdin")
+    return Plan.of_words(rows, "stdin")
 
 
 def existing(path: str) -> Path:

@@ -154,8 +154,8 @@ _NOTATION = re.compile(
     rf"(?P<stage>{_NUMBER})?(?:(?P<kind>{'|'.join(kind for kind in TRAITS if not TRAITS[kind].collective)})"
     rf"(?P<microbatch>{_NUMBER})|(?P<whole>{'|'.join(_WHOLE)}))"
 )
-_LOWERED = re.compile(r"[0-9]*(SEND|RECV)_[FB][0-9]*")
-"""What PyTorch adds when it lowers a plan."""
+_POSTING = re.compile(rf"({_NUMBER})(SEND|RECV|WAIT_SEND)_([FB])({_NUMBER})")
+_OLD_BACKWARD = re.compile(r"([0-9]*)BW([0-9]+)")
 
 
 def _try(text: str) -> str:
@@ -163,8 +163,10 @@ def _try(text: str) -> str:
     text = text.strip().upper()
     if text == "…":
         return "\n  try: Plan.to_csv, which writes all; what print shows leaves out the middle of long rows"
-    if _LOWERED.fullmatch(text):
-        return "\n  try: leave it out: it belongs to PyTorch's compute_comms format, and pipelab reads compute_only"
+    if _POSTING.fullmatch(text):
+        return "\n  try: Plan.parse or Plan.from_csv, which read whole rows, with their sends and receives"
+    if old := _OLD_BACKWARD.fullmatch(text):
+        return f"\n  try: {old[1]}B{old[2]}, and I for each B: PyTorch before 2.6 wrote BW for B, and B for I"
     return f"\n  try: {reprlib.repr(text)}, in capital letters" if _NOTATION.fullmatch(text) else ""
 
 
@@ -284,6 +286,19 @@ class Pair:
 
 Item = Action | Pair
 """What a row of a plan holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """A send or receive in the row of a rank, or the wait for a send: `0SEND_F3` sends what `0F3` gives."""
+
+    stage: int
+    word: str
+    letter: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.word}_{self.letter}{self.microbatch}"
 
 
 def halves_of(item: Any) -> tuple[Any, ...]:
@@ -447,3 +462,10 @@ def parse_item(text: str, where: str) -> Item:
         return Action.parse(text)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
+
+
+def parse_word(text: str, where: str) -> Item | Posting:
+    """Read one action, one pair, or one send or receive, in PyTorch's notation."""
+    if match := _POSTING.fullmatch(text.strip()):
+        return Posting(int(match[1]), match[2], match[3], int(match[4]))
+    return parse_item(text, where)

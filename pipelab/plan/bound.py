@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
-from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair, halves_of
+from pipelab.plan.actions import OPTIONAL, TRAITS, Action, Item, Kind, Pair, Posting, halves_of
 from pipelab.plan.binding import (
     NO_RANK,
     After,
@@ -99,6 +99,7 @@ class BoundPlan:
         automatic: the codes of the `R` that pipelab inserted; see `all_reduce`.
         walk: a walk through the whole plan, kept once the plan is known to be right.
         beside: whether the all-reduces run beside computing, so that they are in no row.
+        postings: by rank, the sends and receives that its row lists, if the plan lists any: see `Plan`.
     """
 
     codes: Codes
@@ -114,6 +115,7 @@ class BoundPlan:
     automatic: set[int] = field(default_factory=set)
     walk: Traversal | None = None
     beside: bool = False
+    postings: Sequence[Sequence[tuple[int, Posting]]] = ()
 
     @classmethod
     def bind(

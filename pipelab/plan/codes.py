@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind, Traits
+from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind, Posting, Traits
 
 _VALUES = tuple(dict.fromkeys(value for kind in KINDS for value in TRAITS[kind].gives))
 GIVERS = {value: tuple(kind for kind in KINDS if value in TRAITS[kind].gives) for value in _VALUES}
@@ -168,6 +168,14 @@ class Codes:
         """Return, by slot, the numbers of a value, such as `gin(m,s)`."""
         family = self.values.index(name)
         return range(family * self._slots, (family + 1) * self._slots)
+
+    def posted(self, posting: Posting) -> int:
+        """Return the value that a send or receive moves; -1 if its numbers are out of range."""
+        step = (posting.word == "RECV") * (1 if posting.letter == "F" else -1)
+        stage, microbatch = posting.stage - step, posting.microbatch
+        inside = 0 <= stage < self.stages and microbatch * self.stages < self._slots
+        name = "out(m,s)" if posting.letter == "F" else "gin(m,s)"
+        return self.of_value(name)[microbatch * self.stages + stage] if inside else -1
 
     def code(self, action: Action) -> int:
         """Return the code of an action that is bound to a stage and in range."""

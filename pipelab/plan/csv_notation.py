@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pipelab.errors import FormatError
 from pipelab.files import write
-from pipelab.plan.actions import EVERY_KIND, Action, Item, halves_of, parse_item
+from pipelab.plan.actions import EVERY_KIND, Action, Item, Posting, halves_of, parse_item, parse_word
 from pipelab.plan.fault import shorten
 
 _IDLE = ("",)
@@ -24,6 +24,8 @@ _LINE_END = re.compile(r"\n|;(?![^();\n]*\))")
 """What separates ranks in one text; the semicolon in an overlapped pair does not."""
 _RANK = re.compile(r"\s*rank\s+([0-9]+)\s*[|│]")
 """How a printed row begins."""
+_NOTHING = re.compile(r'""|[0-9]+WAIT_REDUCE_GRAD')
+"""Words that say nothing about a plan: of an idle rank, and of the wait for a reduction."""
 _MOST_SHOWN = 8
 """How many micro-batches a message lists."""
 
@@ -57,14 +59,14 @@ def lines_of(text: str) -> list[str]:
     return [line for line in _LINE_END.split(text) if line.strip()]
 
 
-def parse_row(text: object, rank: int) -> list[Item]:
+def parse_row(text: object, rank: int) -> list[Item | Posting]:
     """Read the actions of one rank, separated by blanks or commas; `rank 0 |` may come first, as in `print(plan)`."""
     if not isinstance(text, str):
         raise FormatError(
             f"Plan.parse takes a text, or a list with one text per rank; of rank {rank} is {shorten(text)}"
         )
-    words = [word for word in _WORD.findall(_unnumbered(text, rank, f"row {rank}")) if word != '""']
-    return [parse_item(word, f"rank {rank}, position {at}") for at, word in enumerate(words)]
+    words = [word for word in _WORD.findall(_unnumbered(text, rank, f"row {rank}")) if not _NOTHING.fullmatch(word)]
+    return [parse_word(word, f"rank {rank}, position {at}") for at, word in enumerate(words)]
 
 
 def _unnumbered(text: str, rank: int, where: str) -> str:
@@ -77,9 +79,9 @@ def _unnumbered(text: str, rank: int, where: str) -> str:
     return text[match.end() :]
 
 
-def read_rows(text: str, name: str) -> list[list[Item]]:
+def read_rows(text: str, name: str) -> list[list[Item | Posting]]:
     """Read every rank's actions. Empty cells are idle; empty lines at the end are ignored; a cell may hold several."""
-    rows: list[list[Item]] = []
+    rows: list[list[Item | Posting]] = []
     lines = csv.reader(io.StringIO(text, newline=""))
     empty = 0
     try:
@@ -141,14 +143,14 @@ def _is_empty(cells: list[str]) -> bool:
     return not cells or (len(cells) == 1 and tuple(cells) != _IDLE and not cells[0].strip())
 
 
-def _items(cells: list[str], where: str) -> list[Item]:
+def _items(cells: list[str], where: str) -> list[Item | Posting]:
     if len(cells) == 1 and ";" in cells[0] and "," not in cells[0] and not _IS_PAIR.fullmatch(cells[0].strip()):
         raise FormatError(f"{where}: its cells are separated by semicolons\n  try: save it with commas between cells")
-    items: list[Item] = []
+    items: list[Item | Posting] = []
     for column, cell in enumerate(cells, 1):
-        words = _WORD.findall(cell)
+        words = [word for word in _WORD.findall(cell) if not _NOTHING.fullmatch(word)]
         for number, word in enumerate(words, 1):
-            items.append(parse_item(word, f"{where}, column {column}{f', word {number}' * (len(words) > 1)}"))
+            items.append(parse_word(word, f"{where}, column {column}{f', word {number}' * (len(words) > 1)}"))
     return items
 
 

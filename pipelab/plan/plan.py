@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from pipelab.display import show
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
 from pipelab.files import read_text
-from pipelab.plan.actions import Action, Item, Pair
+from pipelab.plan.actions import Action, Item, Pair, Posting
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After, Place
 from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
@@ -83,6 +83,8 @@ class Plan:
     """What messages call the plan."""
     after: After | None
     """The argument `after`: which micro-batches come before one on a stage, as `after(microbatch, stage)`."""
+    postings: tuple[tuple[tuple[int, Posting], ...], ...]
+    """By rank, the sends and receives that its row lists, each with the number of actions before it; mostly empty."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Plan:
         require_slots(stages, microbatches)
         written = tuple(row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place, after=after)
-        vars(self).update(name=str(name or repr(self)))
+        vars(self).update(name=str(name or repr(self)), postings=())
 
     @classmethod
     def parse(cls, rows: str | Iterable[str], name: str | None = None, after: After | None = None) -> Plan:
@@ -114,6 +116,9 @@ class Plan:
 
         Blanks or commas separate actions. In one text, line ends or semicolons separate ranks. The notation has no word
         for slices of sequences: `after` says which they are, as for `Plan`.
+
+        If rows list sends and receives, such as `0SEND_F0` and `1RECV_F0`, the plan keeps them: `check` says if one is
+        missing, and with which transports they hang. The order `"pytorch"` is then theirs.
 
         Example:
             >>> Plan.parse(["0F0 0B0", "1F0 1B0"]).stages
@@ -125,11 +130,23 @@ class Plan:
             FormatError: if a word is not an action, with its rank and position; or if a row names another rank.
         """
         lines = lines_of(rows) if isinstance(rows, str) else list(rows) if isinstance(rows, Iterable) else [rows]
-        return cls([parse_row(line, rank) for rank, line in enumerate(lines)], name=name, after=after)
+        return cls.of_words([parse_row(line, rank) for rank, line in enumerate(lines)], name, after)
+
+    @classmethod
+    def of_words(
+        cls, rows: Sequence[Sequence[Item | Posting]], name: str | None = None, after: After | None = None
+    ) -> Plan:
+        """Make a plan of rows that were read, which may list sends and receives between the actions."""
+        plan = cls([[each for each in row if not isinstance(each, Posting)] for row in rows], name=name, after=after)
+        found = tuple(tuple(_postings(row)) for row in rows)
+        vars(plan).update(postings=found if any(found) else ())
+        return plan
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], after: After | None = None) -> Plan:
-        """Read a plan from a file in PyTorch's CSV notation (`compute_only`): one line per rank; empty cells are idle.
+        """Read a plan from a file in PyTorch's CSV notation: one line per rank; empty cells are idle.
+
+        The file may hold actions alone (`compute_only`), or sends and receives too (`compute_comms`): see `parse`.
 
         A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored. Blanks
         may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows. `after` says which
@@ -139,7 +156,7 @@ class Plan:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
                 if the file is not text in UTF-8.
         """
-        return cls(read_rows(read_text(path), str(path)), name=Path(path).name, after=after)
+        return cls.of_words(read_rows(read_text(path), str(path)), Path(path).name, after)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
@@ -192,7 +209,9 @@ class Plan:
     @cached_property
     def bound(self) -> BoundPlan:
         """The plan as codes, for checking, simulation and the engines. Made when first read."""
-        return with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place, self.after))
+        bound = with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place, self.after))
+        bound.postings = self.postings
+        return bound
 
     def with_rows(self, rows: Iterable[Iterable[object]], name: str | None = None) -> Plan:
         """Return the same stages and micro-batches, in the same places, with other rows.
@@ -315,6 +334,16 @@ class Plan:
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
+
+
+def _postings(row: Sequence[Item | Posting]) -> Iterator[tuple[int, Posting]]:
+    """Yield the sends and receives of a row, each with the number of actions before it."""
+    at = 0
+    for item in row:
+        if isinstance(item, Posting):
+            yield at, item
+        else:
+            at += 1
 
 
 def _all_taken(rows: Iterable[Iterable[object]], limit: int) -> list[tuple[tuple[object, ...], bool]]:

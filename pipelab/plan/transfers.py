@@ -100,6 +100,11 @@ class Lowering:
     order: Order
     by_time: Sequence[int] = ()
 
+    @property
+    def listed(self) -> bool:
+        """Whether the plan itself lists its sends and receives, in this order."""
+        return self.order == "pytorch" and bool(self.bound.postings)
+
     def word(self, step: Step) -> str:
         """Return a step in PyTorch's notation, such as `0F3`, `0SEND_F3` or `1RECV_F3`."""
         codes = self.bound.codes
@@ -119,7 +124,7 @@ class Lowering:
 
 
 def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime: Runtime | None = None) -> Lowering:
-    """Lower a legal plan.
+    """Lower a legal plan. If its rows list their sends and receives, these are the order `"pytorch"`.
 
     Where each half of a pair needs what only comes from the other half, rows exist for `"at-use"` alone, and hang.
 
@@ -128,34 +133,48 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
         >>> lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use").words()[1]
         ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
-    crossings = _crossings(bound)
+    found = crossings(bound)
     rows = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
-    if order in ("pytorch", "deferred"):
-        rows = _as_early_as_sent(bound, crossings, rows)
+    if bound.postings and order == "pytorch":
+        rows = [list(_as_listed(bound, rank, row, runtime)) for rank, row in enumerate(rows)]
+    elif order in ("pytorch", "deferred"):
+        rows = _as_early_as_sent(bound, found, rows)
     else:
-        rows = [list(_at_use(bound, crossings, row)) for row in rows]
+        rows = [list(_at_use(bound, found, row)) for row in rows]
     if order == "by-time":
         place = {value: at for at, value in enumerate(by_time)}
         rows = [_reordered(bound, row, place) for row in rows]
     if runtime is not None and runtime.waits:
         rows = [_with_waits(bound, row) for row in rows]
     if order == "deferred":
-        rows = [_deferred(crossings, row) for row in rows]
+        rows = [_deferred(found, row) for row in rows]
     if runtime is not None and runtime.outstanding is not None:
-        rows = _within(Lowering(bound, crossings, rows, order), runtime.outstanding)
-    return Lowering(bound, crossings, rows, order, by_time)
+        rows = _within(Lowering(bound, found, rows, order), runtime.outstanding)
+    return Lowering(bound, found, rows, order, by_time)
 
 
-def _crossings(bound: BoundPlan) -> dict[int, Crossing]:
-    """Return, by value, what crosses from one rank to another in a legal plan."""
+def crossings(bound: BoundPlan) -> dict[int, Crossing]:
+    """Return, by value, what crosses from one rank to another."""
     rank_of = bound.rank_of
     found: dict[int, Crossing] = {}
     for rank, row in enumerate(bound.rows):
         for needer in row:
             for value, giver in bound.inputs(needer):
-                if rank_of[giver] != rank:
+                if giver >= 0 and rank_of[giver] != rank:
                     found[value] = Crossing(giver, needer, rank_of[giver], rank)
     return found
+
+
+def _as_listed(bound: BoundPlan, rank: int, row: Sequence[Step], runtime: Runtime | None) -> Iterator[Step]:
+    """Yield a rank's row with its sends and receives where the plan lists them."""
+    places, left = bound.placed(rank), list(bound.postings[rank])
+    if runtime is not None and runtime.waits:  # it has its own places for the waits
+        left = [(at, each) for at, each in left if each.word in _TRANSFERS]
+    for step in row:
+        while step[0] == "run" and left and left[0][0] <= places[step[1][0]]:
+            yield left[0][1].word, (bound.codes.posted(left.pop(0)[1]),)
+        yield step
+    yield from ((each.word, (bound.codes.posted(each),)) for _, each in left)
 
 
 def inbound(crossings: Mapping[int, Crossing]) -> dict[int, int]:
@@ -224,6 +243,7 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
         steps.append(("run", item))
         for code in item:
             stage = codes.stage[code]
+            steps += [("WAIT_REDUCE_GRAD", (stage,))] * (codes.collective[code] and runtime.waits)
             made[stage] += codes.releases[code]
             listed = codes.of_kind["R"][stage] in bound.reduces
             if codes.releases[code] and made[stage] == codes.microbatches and not listed:

@@ -222,8 +222,9 @@ def _transfer(wire: Wire, value: int, starts: Sequence[float], ends: Sequence[fl
     job, crossing, made = wire.transfer(value), crossings[value], ends[wire.made[value]]
     behind = None
     if starts[job] > made:  # behind the transfer before it that ended last
-        last = max((other for other, _ in wire.network.follows[job] if other >= first), key=ends.__getitem__)
-        behind = action(crossings[last - first].giver), action(crossings[last - first].needer)
+        ahead = (other for other, _ in wire.network.follows[job] if other >= first)
+        if (last := max(ahead, key=ends.__getitem__, default=-1)) >= 0:
+            behind = action(crossings[last - first].giver), action(crossings[last - first].needer)
     both = action(crossing.giver), action(crossing.needer), starts[job], ends[job]
     return Transfer(crossing.source, crossing.target, *both, starts[job] - made, behind)
 

@@ -720,3 +720,13 @@ def test_what_check_returns_is_a_list_that_explains_itself():
     assert "&lt;mine&gt;" in wrong._repr_html_()
     assert "<b>" not in wrong._repr_html_()
     assert str(check(pipelab.DualPipe(3, 2))).startswith("1 fault in DualPipe(ranks=3, microbatches=2)")
+
+
+def test_b_for_the_inputs_gradient_is_recognised():
+    rows = "0F0 0F1 0B0 0W0 0B1 0W1; 1F0 1B0 1F1 1B1 1W0 1W1"
+    (fault,) = check(Plan.parse(rows))
+    assert fault.message.startswith("B is the input's gradient here, as in papers and in PyTorch before 2.6")
+    assert fault.hint == "write I for B; for BW, write B; then the schedule is right"
+    assert check(Plan.parse(rows.replace("B", "I"))) == []
+    assert [each.code for each in check(Plan.parse("0F0 0B0 0W0 0F1 0I1 0W1"))] == ["duplicate"]
+    assert "input's" not in str(check(Plan.parse("0F0 0B0 0W0 0F1 0I1 0W1")))

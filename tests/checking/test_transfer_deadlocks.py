@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
-from fuzz.wire import ON_GLOO, happened, on_gloo, processes
+from fuzz.wire import ON_GLOO, happened, legal_plan, on_gloo, processes
 from strategies import WIRES, near
 
 from pipelab import B, F, Plan, ScheduleError, check, lower, replicate, schedules, simulate
@@ -125,3 +127,90 @@ def test_a_receive_that_holds_its_rank_hangs_where_an_all_reduce_comes_before_it
         "  2B1 comes after 3R on rank 0",
     ]
     assert check(plan, order="at-use", transport="holding") == []
+
+
+LISTED = "0F0 0SEND_F0 0RECV_B0 0B0; 1RECV_F0 1F0 1B0 1SEND_B0"
+
+
+def test_rows_with_sends_and_receives_say_with_which_transports_they_hang():
+    rows = lower(HANGS, order="at-use").rows
+    listed = Plan.parse([" ".join(row) for row in rows])
+    assert str(check(listed)).splitlines()[1:] == [
+        "its sends and receives hang with transport rank, pair; they run with buffered, edge, holding",
+        "  try: pipelab.check(plan, transport='rank'), which says why",
+    ]
+    assert check(listed, transport="rank") == check(HANGS, order="at-use", transport="rank")
+    assert check(listed, order="by-time", transport="rank") == []
+    assert "do not hang with any transport" in str(check(Plan.parse(LISTED)))
+    assert str(check(HANGS)).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "rank", "message", "hint"),
+    [
+        (LISTED.replace(" 1SEND_B0", ""), "missing", 1, "lists no 1SEND_B0: 0B0 needs the value of 1B0", "after 1B0"),
+        (LISTED.replace("1RECV_F0", ""), "missing", 1, "lists no 1RECV_F0: 1F0 needs the value of 0F0", "before 1F0"),
+        (LISTED + " 1SEND_B0", "duplicate", 1, "lists 1SEND_B0 twice", "remove one of the two"),
+        ("0SEND_F0 0F0 0RECV_B0 0B0; 1RECV_F0 1F0 1B0 1SEND_B0", "unordered", 0, "before 0F0", "after 0F0"),
+        ("0F0 0SEND_F0 0B0 0RECV_B0; 1RECV_F0 1F0 1B0 1SEND_B0", "unordered", 0, "after 0B0", "before 0B0"),
+        (LISTED + " 1SEND_F0", "wrong-rank", 1, "no other rank needs what it sends", "remove 1SEND_F0"),
+        (LISTED + " 0RECV_B7", "wrong-rank", 1, "no other rank gives what it receives", "remove 0RECV_B7"),
+    ],
+)
+def test_a_send_or_receive_that_is_not_where_it_has_to_be_is_a_fault_with_every_transport(
+    text, code, rank, message, hint
+):
+    for transport in ("buffered", "rank", "holding"):
+        found = check(Plan.parse(text), transport=transport)[0]
+        assert (found.code, found.rank) == (code, rank)
+        assert message in found.message
+        assert hint in found.hint
+    with pytest.raises(ScheduleError):
+        simulate(Plan.parse(text))
+
+
+def test_a_send_behind_what_waits_for_its_answer_hangs_with_every_transport():
+    plan = Plan.parse("0F0 0RECV_B0 0B0 0SEND_F0; 1RECV_F0 1F0 1B0 1SEND_B0")
+    (fault,) = check(plan)
+    assert fault.message.splitlines() == [
+        "rank 0 waits for rank 1, which waits for rank 0",
+        "  0B0 (rank 0) needs 1B0",
+        "  1B0 (rank 1) comes after 1F0, which needs 0SEND_F0",
+        "  0SEND_F0 comes after 0B0 on rank 0",
+    ]
+    with pytest.raises(ScheduleError, match="0SEND_F0 comes after 0B0"):
+        simulate(plan)
+
+
+def test_rows_of_a_part_of_a_step_say_which_send_is_lacking_first():
+    found = check(Plan.parse("0F0 0SEND_F0 2RECV_F0 2F0; 1RECV_F0 1F0 1SEND_F0 3RECV_F0 3F0"))
+    assert found[0].message == "rank 0 lists no 2SEND_F0: 3F0 needs the value of 2F0 on rank 0"
+
+
+def moved(row, random):
+    """Return a row with some of its sends later and some of its receives earlier."""
+    row = list(row)
+    for word in [word for word in row if "_" in word and random.random() < 0.3]:
+        at = row.index(word)
+        to = min(len(row) - 1, at + random.randint(0, 3)) if "SEND" in word else max(0, at - random.randint(0, 3))
+        row.insert(to, row.pop(at))
+    return row
+
+
+@pytest.mark.dist
+def test_rows_in_an_order_of_their_own_hang_in_processes_where_check_says():
+    pytest.importorskip("torch", reason="needs PyTorch")
+    hung = 0
+    with processes("gloo_rows.py") as gloo, processes() as real:
+        for seed in (0, 2, 3):
+            plan, random = legal_plan(seed), Random(seed)  # noqa: S311 - the same ones on every run
+            rows = [moved(row, random) for row in lower(plan, order="at-use").rows]
+            listed = Plan.parse([" ".join(row) or '""' for row in rows])
+            for how, transport in ON_GLOO.items():
+                if how != "blocking" or not plan.bound.reduces:
+                    hangs = on_gloo(gloo, rows, how) is None
+                    hung += hangs
+                    assert hangs is bool(check(listed, transport=transport)), (seed, how)
+            for transport in ("pair", "edge"):  # there, a send may be quicker than what comes before it
+                assert check(listed, transport=transport) or not happened(real, rows, transport), (seed, transport)
+    assert hung > 3

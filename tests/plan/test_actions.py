@@ -58,8 +58,9 @@ def test_an_action_is_written_as_pytorch_writes_it(action, text, word):
         *((text, "") for text in ("", "F", "0F", "F-1", "2R1", "X0", "0F0 0F1", "F1.0", "0.5F1", "-1F0", "0F\u0663")),
         *((text, "") for text in ("0F" + "9" * 5000, "0f" + "9" * 4000, "9" * 5000 + "R", "F" * 5000)),
         ("0f0", "\n  try: '0F0', in capital letters"),
-        ("0SEND_B1", "\n  try: leave it out: it belongs to PyTorch's compute_comms format"),
-        ("1RECV_F3", "\n  try: leave it out: it belongs to PyTorch's compute_comms format"),
+        ("0SEND_B1", "\n  try: Plan.parse or Plan.from_csv, which read whole rows, with their sends and receives"),
+        ("1RECV_F3", "\n  try: Plan.parse or Plan.from_csv, which read whole rows, with their sends and receives"),
+        ("2BW3", "\n  try: 2B3, and I for each B: PyTorch before 2.6 wrote BW for B, and B for I"),
     ],
 )
 def test_anything_else_is_no_action(text, advice):

@@ -6,7 +6,7 @@ import pytest
 from fuzz.wire import legal_plan
 from strategies import WIRES, near
 
-from pipelab import Plan, check, lower, replicate, schedules
+from pipelab import Plan, check, lower, replicate, schedules, simulate
 from pipelab.checking.transfers import Wire
 from pipelab.errors import UsageError
 from pipelab.plan.transfers import lowered
@@ -114,6 +114,34 @@ def test_no_rank_has_more_sends_under_way_than_it_may(name, most):
         assert max(under_way) <= most
         assert under_way[-1] == 0
         assert sorted(row) == sorted(free)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", schedules)
+@pytest.mark.parametrize("order", ["pytorch", "at-use", "deferred", "by-time"])
+def test_rows_with_sends_and_receives_read_back_as_the_plan_and_hang_where_it_does(name, order):
+    plan = near(name, 3, 6)
+    low = lower(plan, order=order)
+    back = Plan.parse([" ".join(row) or '""' for row in low.rows])
+    assert back.rows == plan.rows
+    assert lower(back).rows == low.rows
+    for transport in ("rank", "pair", "edge", "holding"):
+        if order != "by-time":
+            assert bool(check(back, transport=transport)) is bool(check(plan, order=order, transport=transport))
+            if not check(back, transport=transport):
+                there = simulate(plan, order=order, transport=transport).makespan
+                assert simulate(back, transport=transport).makespan == there
+
+
+@pytest.mark.parametrize("torch", ["2.13", "2.15"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+def test_a_file_with_all_words_of_a_runtime_reads_back(name, torch, tmp_path):
+    low = lower(schedules[name](3, 5), order="at-use")
+    back = Plan.from_csv(low.to_csv(tmp_path / "rows.csv", torch))
+    assert check(back) == []
+    assert lower(back).for_runtime(torch) == low.for_runtime(torch)
+    words = [word for row in lower(back).rows for word in row if "REDUCE" not in word and "WAIT" not in word]
+    assert words == [word for row in low.rows for word in row]
 
 
 @pytest.mark.parametrize(("seed", "order"), [(348, "at-use"), (348, "deferred"), (791, "pytorch")])

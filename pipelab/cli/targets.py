@@ -34,7 +34,7 @@ _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
 _FILE = re.compile(r"(.*\.py)(?::(\w*))?")
 """A student's file, maybe with the class that is meant."""
 
-_TRACE = re.compile(r"(.+\.json(?:\.gz)?)(?:\(step=([0-9]{1,9})\))?", re.DOTALL)
+_TRACE = re.compile(r"(.+\.json(?:\.gz)?|.*\*)(?:\(step=([0-9]{1,9})\))?", re.DOTALL)
 """A saved trace, a profile, or a pattern for the profiles of all ranks; maybe with the number of a step."""
 
 _CLASSES = {kind.__name__: kind for kind in [*schedules.values(), *beside.values()]}

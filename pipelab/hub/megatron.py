@@ -24,16 +24,23 @@ Times = Mapping[str, float | tuple[float, float]]
 """By letter, how long a layer's forward takes, and its backward twice as long; or both."""
 
 _Place = tuple[tuple[int, ...], int]  # how many decoder layers each stage has, and which stage has all m
-_VALID = re.compile(r"E[t|]*m*\|*L")
+_VALID = re.compile(r"E[t|]*m*\|*L\|*")
+_NAMED = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_COSMETIC = re.compile(r"""[\s,'"\\]""")  # what Megatron ignores, and what scripts and tables put around a layout
 _REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d+)")
 
 
-def read_layout(text: str) -> list[str]:
-    """Return the stages of a layout, each with a letter for each of its layers.
+def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
+    """Return the stages of a layout, each with a letter for each of its layers. A stage may be empty.
+
+    Args:
+        text: the layout as a string; or Megatron's other form, a list of lists with names, also as a string.
 
     Example:
         >>> read_layout("Et*3|(tt|)*2,m|L")
         ['Ettt', 'tt', 'tt', 'm', 'L']
+        >>> read_layout([["embedding", "decoder"], [], ["decoder", "loss"]])
+        ['Et', '', 'tL']
         >>> write_layout(["Ettt", "tt", "tt", "tt", "m", "L"])
         'Et*3|(tt|)*3m|L'
 
@@ -41,15 +48,37 @@ def read_layout(text: str) -> list[str]:
         FormatError: if the text is none, or if `E` is not its first layer alone, `L` its last one, or any `m` not in
             one stage and behind every `t`.
     """
-    before, found = "", text.replace(",", "")
+    given = str(text)
+    if "[" in given:
+        rows = (re.findall(r"\w+", row) for row in re.findall(r"\[([^\[\]]*)\]", given))
+        given = "|".join("".join(_NAMED.get(name.lower(), "?") for name in row) for row in rows)
+    before, found = "", _COSMETIC.sub("", given)
     while found != before:
         before, found = found, _REPEATED.sub(lambda each: (each[1] or each[2]) * int(each[3]), found)
     if not _VALID.fullmatch(found):
-        raise FormatError(
-            f"{text!r} is no layout: expected E first, then t, then m in one stage if at all, then L, stages split by |"
-            "\n  try: Et*3|(tt|)*29,m|L"
-        )
+        raise FormatError(f"{str(text)!r} is no layout: {_wrong(found)}\n  try: {write_layout(_righted(found))}")
     return found.split("|")
+
+
+def _wrong(found: str) -> str:
+    """Return what a text without repetitions has that no layout has."""
+    layers, strange = found.replace("|", ""), "".join(sorted(set(found) - set("EtmL|")))
+    rules = (
+        (f"{strange!r} is neither E, t, m, L nor |", bool(strange)),
+        ("E has to be its first layer, once", layers.count("E") != 1 or layers[0] != "E"),
+        ("L has to be its last layer, once", layers.count("L") != 1 or layers[-1] != "L"),
+        ("all m have to be in one stage", sum("m" in stage for stage in found.split("|")) > 1),
+        ("every t has to come before every m", re.search("m.*t", layers) is not None),
+    )
+    return ", ".join(words for words, broken in rules if broken)
+
+
+def _righted(found: str) -> list[str]:
+    """Return a layout with the same numbers of stages and layers, each decoder layer in its stage."""
+    stages = found.split("|")
+    counts = tuple(stage.count("t") for stage in stages)
+    at = max((number for number, stage in enumerate(stages) if set("tm") & set(stage)), default=0)
+    return _letters(counts, at, found.count("m"))
 
 
 def write_layout(stages: Sequence[str]) -> str:
@@ -81,7 +110,9 @@ def layout_cost(stages: Sequence[str], times: Times, cost: Cost | None = None) -
     return replace(cost or Cost(), per="stage", forward=forward, backward=backward, input_grad=None, weight_grad=None)
 
 
-def simulate_layout(schedule: Plan | ScheduleLike, text: str, times: Times, cost: Cost | None = None) -> Trace:
+def simulate_layout(
+    schedule: Plan | ScheduleLike, text: str | Sequence[Sequence[str]], times: Times, cost: Cost | None = None
+) -> Trace:
     """Return the step of a schedule with a layout; `best_layout` says what the arguments are.
 
     Example:
@@ -98,7 +129,9 @@ def simulate_layout(schedule: Plan | ScheduleLike, text: str, times: Times, cost
     if any(ranks[stage] != stage % plan.ranks for stage in range(plan.stages)):
         raise UsageError(f"{plan.name}: Megatron-Core has stage s on rank s % ranks, as 1f1b and interleaved-1f1b do")
     if len(stages) != plan.stages or "m" in "".join(stages[: -plan.ranks]):
-        raise UsageError(f"{text!r} has {len(stages)} stages: expected {plan.stages}, m only in the last {plan.ranks}")
+        raise UsageError(
+            f"{str(text)!r} has {len(stages)} stages: expected {plan.stages}, m only in the last {plan.ranks}"
+        )
     return simulate(plan, layout_cost(stages, times, cost))
 
 

@@ -304,10 +304,12 @@ def whole_steps(file: File) -> list[list[Ran]]:
         raise FormatError(
             f"{file.path} holds no whole step, each forward with its backward: profile from before a step to after it"
         )
+    moves = any(file.spans[what] for what in ("send", "recv", "received"))
+    stack = "for Schedule1F1B, torch.profiler.profile(..., with_stack=True), which records its calls; in another job, "
     raise FormatError(
-        f"{file.path} names no forward and no backward of a pipeline. PyTorch's runtime labels them PP:2F0, and "
-        "ScheduleGPipe Forward 0; Schedule1F1B labels none\n  try: torch.profiler.profile(..., with_stack=True), which "
-        "records what it calls"
+        f"{file.path} names no forward and no backward of a pipeline{'' if moves else ', no send and no receive'}. "
+        "PyTorch's runtime labels them PP:2F0, and ScheduleGPipe Forward 0; Schedule1F1B labels none\n  try: "
+        f"{stack * moves}each forward and backward under torch.profiler.record_function('PP:2F0')"
     )
 
 

@@ -93,6 +93,7 @@ def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(succeeds, refus
     profiles = Path(__file__).parents[1] / "hub" / "profiles" / "interleaved-1f1b-slow-rank-1"
     pattern = f"{profiles}/rank*.json.gz"
     assert "measured, step 0 of 0 to 1" in succeeds("draw", f"{pattern}(step=0)")
+    assert "rank*, measured, step 0 of 0 to 1" in succeeds("draw", f"{profiles}/rank*(step=0)")
     output = succeeds("why", pattern, "--delays")
     assert [line.split(" of ")[0] for line in output.splitlines()] == [
         f"without rank {rank}'s delay" for rank in (0, 1)

@@ -64,6 +64,44 @@ def test_what_is_no_layout_is_refused(text):
         read_layout(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("'Et|t|(tt|)*2tL'", ["Et", "t", "tt", "tt", "tL"]),
+        ('"Et*2 | tL"', ["Ett", "tL"]),
+        (r"Et*1\|t*2\|tL", ["Et", "tt", "tL"]),
+        ("E||t|L", ["E", "", "t", "L"]),
+        ("Et|(tt|)*2L|", ["Et", "tt", "tt", "L", ""]),
+        ([["embedding", "decoder"], [], [" Decoder", "mtp", "loss"]], ["Et", "", "tmL"]),
+        ("[['embedding', 'decoder'], ['decoder', 'loss']]", ["Et", "tL"]),
+        ("[[embedding], [decoder, loss], []]", ["E", "tL", ""]),
+    ],
+)
+def test_every_form_of_megatrons_documentation_is_read(text, stages):
+    assert read_layout(text) == stages
+    assert layout_cost(read_layout(text), TIMES).forward[1] == pytest.approx(
+        sum({"t": 1, "L": 0.9}[x] for x in stages[1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "tried"),
+    [
+        ("E|(t|)*10m|m|m|LL|LL", "L has to be its last layer, once, all m have to be in one", "E|(t|)*10||m*3||L"),
+        ("Ett|tt", "L has to be its last layer, once", "Ett|ttL"),
+        ("tt|ttL", "E has to be its first layer, once", "Ett|ttL"),
+        ("Etm|tL", "every t has to come before every m", "Et|tmL"),
+        ("Et(tt|L", r"'\(' is neither E, t, m, L nor \|", "Et*3|L"),
+        ([["embedding", "encoder"], ["decoder", "loss"]], r"'\?' is neither", "E|tL"),
+    ],
+)
+def test_the_advice_is_about_the_layout_that_was_given(text, told, tried):
+    with pytest.raises(FormatError, match=told) as error:
+        read_layout(text)
+    assert str(error.value).endswith(f"\n  try: {tried}")
+    assert write_layout(read_layout(tried)) == tried
+
+
 def every_layout(stages: int, ranks: int, decoders: int, mtp: int) -> list[str]:
     """Return all layouts: bars among the decoders, and all `m` behind them in one of each rank's last stages."""
     found = []

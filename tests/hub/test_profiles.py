@@ -268,6 +268,23 @@ def test_a_schedule_that_labels_nothing_is_refused_with_what_to_do():
         load("1f1b-without-stack")
 
 
+def test_a_profile_of_another_job_gets_advice_that_fits_it_and_that_works(tmp_path):
+    torch = pytest.importorskip("torch")
+    for labels_of, words in (((), "record_function"), (("PP:0F0", "PP:0F1", "PP:0B0", "PP:0B1"), "")):
+        with torch.profiler.profile() as profiler:
+            for label in labels_of or ("forward",):
+                with torch.profiler.record_function(label):
+                    torch.ones(8, 8).sum()
+        profiler.export_chrome_trace(str(tmp_path / "job.json"))
+        if words:
+            with pytest.raises(FormatError, match="no send and no receive") as told:
+                profiles.load(tmp_path / "job.json")
+            assert words in str(told.value)
+            assert "with_stack" not in str(told.value)
+        else:
+            assert str(profiles.load(tmp_path / "job.json").plan) == "rank 0 | 0F0 0F1 0B0 0B1"
+
+
 def test_ranks_with_different_numbers_of_steps_are_refused(tmp_path):
     first, second = data_of("zbv")
     (_, middle) = (event["ts"] for event in labels(second, "PP:1F0"))

@@ -78,6 +78,7 @@ class Lanes:
         stages = [sorted({stage[code] for code in row}) for row in trace.plan.bound.rows]
         self.names_stages = any(len(each) > 1 for each in stages)
         self._chunks = [{each: at for at, each in enumerate(row)} for row in stages]
+        self.strips = list(dict.fromkeys(strip(event.action) for event in trace.moves))
         self._labels: dict[int, tuple[Action, str]] = {}
         self._gaps: list[list[Gap]] = []
 
@@ -98,6 +99,13 @@ class Lanes:
             action, label = self._named(row[index])
             colour = colours.of(action, self._chunks[rank][trace.plan.bound.codes.stage[row[index]]])
             yield Bar(action, label, colour, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
+
+    def moves(self, rank: int, strip_of: str) -> Iterator[Bar]:
+        """Yield what one rank ran beside computing in one of its `strips`, in order."""
+        for event in self.trace.moves:
+            if event.rank == rank and strip(event.action) == strip_of:
+                times = event.start - self.trace.start, event.end - self.trace.start
+                yield Bar(event.action, str(event.action), colours.of(event.action), *times, "whole")
 
     def gaps(self, rank: int) -> list[Gap]:
         """Return the idle times of one rank, in order.
@@ -184,6 +192,12 @@ class Lanes:
             named = action if self.names_stages else Action(action.kind, action.microbatch)
             self._labels[code] = (action, str(named))
         return self._labels[code]
+
+
+def strip(action: Action) -> str:
+    """Return in which strip a move is drawn, its channel's; a free, which takes no time, among gathers."""
+    channel = action.traits.channel or action.word
+    return "gather" if channel == "now" else channel
 
 
 def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipelab.draw.bars import strip
 from pipelab.table import Table
 from pipelab.trace.events import MICROSECONDS
 from pipelab.trace.waits import Waits, waits
 
 if TYPE_CHECKING:
+    from pipelab.plan.actions import Action
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
 def perfetto(trace: Trace) -> dict[str, Any]:
     """Return a trace in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
 
-    Each rank is a thread, each action a slice with what it waited for, each transfer an arrow, and the activations that
-    a rank holds a counter. Times are microseconds; a unit that is no time counts as a millisecond.
+    Each rank is a thread, and each of its channels beside computing; each action a slice with what it waited for, each
+    transfer an arrow, and the activations that a rank holds a counter. Times are microseconds; a unit that is no time
+    counts as a millisecond.
 
     Example:
         >>> import pipelab
@@ -41,17 +44,19 @@ def perfetto(trace: Trace) -> dict[str, Any]:
             each = action(code)
             begin, last = scale * (start - trace.start), scale * (end - start)
             where[rank, str(each)] = begin, begin + last
-            args: dict[str, Any] = {"stage": each.stage}
-            if each.microbatch is not None:
-                args["micro-batch"] = each.microbatch
-            if wait is not None:
-                args["waited for"] = str(action(wait.giver))
-            about = {"ph": "X", "name": str(each), "cat": each.word, **thread, "ts": begin, "dur": last, "args": args}
-            found.append(about)
+            args = {} if wait is None else {"waited for": str(action(wait.giver))}
+            found.append(_slice(each, rank, begin, last, **args))
             if each.traits.in_flight:
                 at = begin if each.traits.in_flight > 0 else begin + last
                 counter = f"activations of rank {rank}"
                 found.append({"ph": "C", "name": counter, "pid": 0, "ts": at, "args": {"held": count}})
+    threads: dict[str, int] = {}
+    for event in trace.moves:
+        name = f"rank {event.rank}, {strip(event.action)}"
+        if name not in threads:
+            threads[name] = trace.ranks + len(threads)
+            found.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": threads[name], "args": {"name": name}})
+        found.append(_slice(event.action, threads[name], scale * (event.start - trace.start), scale * event.duration))
     for number, transfer in enumerate(trace.transfers):
         flow = {"name": "transfer", "cat": "transfer", "id": number, "pid": 0}
         _, left = where[transfer.source, str(transfer.giver)]
@@ -59,6 +64,13 @@ def perfetto(trace: Trace) -> dict[str, Any]:
         found.append({"ph": "s", **flow, "tid": transfer.source, "ts": left})
         found.append({"ph": "f", "bp": "e", **flow, "tid": transfer.target, "ts": begun})
     return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def _slice(action: Action, thread: int, begin: float, last: float, **more: str) -> dict[str, Any]:
+    """Return an action as a slice of a thread."""
+    args = {"stage": action.stage} | ({} if action.microbatch is None else {"micro-batch": action.microbatch})
+    about = {"ph": "X", "name": str(action), "cat": action.word, "pid": 0, "tid": thread}
+    return {**about, "ts": begin, "dur": last, "args": {**args, **more}}
 
 
 def events(trace: Trace) -> Table:

@@ -12,7 +12,7 @@ from pipelab import files
 from pipelab.draw import colours, wording
 from pipelab.draw.bars import Bar, Lanes
 from pipelab.errors import UsageError, clean
-from pipelab.plan.actions import KINDS, PER_MICROBATCH, Action, Kind
+from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, Action, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -178,6 +178,8 @@ _COARSE_FROM, _PIXELS = 10_000, 1_600
 """Above so many actions, a lane is a row of so many pixels: viewers are slow with 60,000 shapes."""
 _BAR = 0.86
 """The height of a bar, as a share of its lane."""
+_STRIP = 0.12
+"""The height of a strip of moves, which lies above the bars, as a share of the lane."""
 
 
 def owner(drawing: Axes | Figure) -> Figure:
@@ -219,10 +221,15 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
     from matplotlib.collections import LineCollection, PolyCollection
 
     bars = [(rank, bar) for rank in range(lanes.trace.ranks) for bar in lanes.bars(rank)]
+    moves = [
+        (move, (rank - _BAR / 2 + at * _STRIP, rank - _BAR / 2 + (at + 1) * _STRIP))
+        for at, strip in enumerate(lanes.strips)
+        for rank in range(lanes.trace.ranks)
+        for move in lanes.moves(rank, strip)
+    ]
     corners: dict[tuple[Kind, str], list[list[tuple[float, float]]]] = {}
     instants: list[tuple[list[tuple[float, float]], str]] = []  # an action without a duration is a line
-    for rank, bar in bars:
-        top, bottom = _heights(rank, bar)
+    for bar, (top, bottom) in [*((bar, _heights(rank, bar, lanes)) for rank, bar in bars), *moves]:
         colour = bar.colour
         if bar.end > bar.start:
             box = [(bar.start, top), (bar.end, top), (bar.end, bottom), (bar.start, bottom)]
@@ -239,7 +246,7 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
         lines, ink = zip(*instants, strict=True)
         ax.add_collection(LineCollection(lines, colors=ink, linewidths=1.2), autolim=False)
     for label in fitting(lanes, bars, ax):
-        top, bottom = _heights(label.rank, label.bar)
+        top, bottom = _heights(label.rank, label.bar, lanes)
         ax.text(
             (label.bar.start + label.bar.end) / 2,
             (top + bottom) / 2,
@@ -259,7 +266,7 @@ def _idle(lanes: Lanes, ax: Axes) -> None:
     for reason, hatch in colours.HATCHES.items():
         boxes = [(gap.start, gap.idle.rank, gap.end) for gap in gaps if gap.idle.reason == reason]
         if boxes:
-            _boxes(boxes, colours.ground(reason), hatch, ax)
+            _boxes(boxes, colours.ground(reason), hatch, ax, len(lanes.strips) * _STRIP)
     for gap, words, size in in_gaps(gaps, ax):
         ink = colours.ground(gap.idle.reason).ink
         middle = (gap.start + gap.end) / 2
@@ -267,11 +274,13 @@ def _idle(lanes: Lanes, ax: Axes) -> None:
         ax.text(middle, gap.idle.rank, words, fontsize=size, color=ink, gid="idle", **style)
 
 
-def _boxes(spans: Sequence[tuple[float, int, float]], ground: colours.Ground, hatch: str, ax: Axes) -> None:
-    """Draw idle times of one look; each is its start, its rank and its end."""
+def _boxes(
+    spans: Sequence[tuple[float, int, float]], ground: colours.Ground, hatch: str, ax: Axes, strips: float = 0.0
+) -> None:
+    """Draw idle times of one look, below strips; each is its start, its rank and its end."""
     from matplotlib.collections import PolyCollection
 
-    top, bottom = -_BAR / 2, _BAR / 2
+    top, bottom = strips - _BAR / 2, _BAR / 2
     boxes = [[(start, r + top), (end, r + top), (end, r + bottom), (start, r + bottom)] for start, r, end in spans]
     # A hatch has the colour of the edge, so the border is drawn apart.
     for edge, zorder in ((ground.lines, 0.5), (ground.border, 0.6)):
@@ -295,10 +304,11 @@ def _arrow(lanes: Lanes, ax: Axes) -> None:
     ax.annotate("", end, start, arrowprops=style, annotation_clip=False, gid="idle")
 
 
-def _heights(rank: int, bar: Bar) -> tuple[float, float]:
-    """Return the upper and lower edge of a bar; the axis points down."""
-    top, bottom = rank - _BAR / 2, rank + _BAR / 2
-    return (top, rank) if bar.half == "upper" else (rank, bottom) if bar.half == "lower" else (top, bottom)
+def _heights(rank: int, bar: Bar, lanes: Lanes) -> tuple[float, float]:
+    """Return the upper and lower edge of a bar, below its rank's strips; the axis points down."""
+    top, bottom = rank - _BAR / 2 + len(lanes.strips) * _STRIP, rank + _BAR / 2
+    middle = (top + bottom) / 2
+    return (top, middle) if bar.half == "upper" else (middle, bottom) if bar.half == "lower" else (top, bottom)
 
 
 def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
@@ -334,9 +344,10 @@ def _entries(traces: Sequence[Trace], width: float) -> tuple[list[Patch], int]:
     from matplotlib.patches import Patch
 
     there = {kind for trace in traces for kind in trace.plan.bound.kinds}
+    there |= {event.action.kind for trace in traces for event in trace.moves}
     patches = [
         Patch(facecolor=colours.PALETTE[kind][0], label=f"{kind} {Action(kind).word}")
-        for kind in KINDS
+        for kind in EVERY_KIND
         if kind in there
     ]
     for label, ground in (("waits", colours.WAIT), ("not begun, or done", colours.REST)):

@@ -118,9 +118,10 @@ def _rows(drawing: Any, plan: Plan, trace: Trace, critical: set[Action]) -> None
                 holders = nodes[action].get("ranks") or (nodes[action]["rank"],)
                 tints = ":".join(colours.RANKS[rank % len(colours.RANKS)] for rank in holders)
                 where = f"\\nrank {holders[0]}" if len(ranks) > 1 and len(holders) == 1 else ""
+                moves = "".join(f"\\n{move}" for move in nodes[action].get("moves", ()))
                 line.node(
                     str(action),
-                    label=f"{action}{where}",
+                    label=f"{action}{where}{moves}",
                     fillcolor=tints,
                     style="striped" if len(holders) > 1 else "filled",
                     penwidth="2.6" if action in critical else "0.8",

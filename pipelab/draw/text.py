@@ -251,7 +251,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     """
     width, colour = _terminal(width, colour)
     lanes = Lanes(trace)
-    gutter = _gutter([trace])
+    gutter = _gutter([lanes])
     ranks, room = _drawn(trace), width - gutter
     ruler = Ruler.fit([lanes], ranks, room, bands=_SCREEN // (len(ranks) + 3))
     lines = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
@@ -292,7 +292,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
     width, colour = _terminal(width, colour)
     lines = [*columns(wording.table(comparison), width), ""]
     traces = [Lanes(trace) for trace in comparison.traces]
-    gutter = _gutter(comparison.traces)
+    gutter = _gutter(traces)
     ranks = _drawn(max(comparison.traces, key=lambda trace: trace.ranks))
     shared = comparison.shares_axis
     if not shared:
@@ -324,9 +324,10 @@ def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
     return max(width, 40), colour
 
 
-def _gutter(traces: Sequence[Trace]) -> int:
-    """Return the width of the rank names before the timeline: `rank 12 │`."""
-    return len(f"rank {max(trace.ranks for trace in traces) - 1} │")
+def _gutter(traces: Sequence[Lanes]) -> int:
+    """Return the width of the names before the timeline, of ranks and strips: `rank 12 │`."""
+    names = [f"rank {lanes.trace.ranks - 1}" for lanes in traces] + [name for lanes in traces for name in lanes.strips]
+    return max(map(len, names)) + 2
 
 
 def _drawn(trace: Trace) -> list[int]:
@@ -336,7 +337,7 @@ def _drawn(trace: Trace) -> list[int]:
 
 
 def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool, band: int = 0) -> Iterator[str]:
-    """Yield a line for each drawn rank."""
+    """Yield a line for each drawn rank, and below it one for each channel on which moves run beside computing."""
     codes = lanes.trace.plan.bound.codes
     before = -1
     for rank in _drawn(lanes.trace):
@@ -349,6 +350,9 @@ def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool, band: int = 0) 
             mark = gap_mark(first - cut, kinds) if first > cut else "┄"
             row += f" {mark:┄^{ruler.gap - 2}} {tail}"
         yield f"{f'rank {rank}':<{gutter - 1}}│{row}".rstrip()
+        for strip in lanes.strips:
+            parts = (_strip(lanes.moves(rank, strip), ruler, window, colour) for window in ruler.bands[band])
+            yield f"{strip:>{gutter - 2}} │{(' ' * ruler.gap).join(parts)}".rstrip()
 
 
 def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour: bool) -> tuple[int, int, str]:
@@ -365,6 +369,17 @@ def _lane(lanes: Lanes, ruler: Ruler, rank: int, window: tuple[int, int], colour
         if place < len(row) and row[place] == "·":
             row[place] = _SHORT
     return first, last, "".join(row) + " " * (end - max(stop, begin))
+
+
+def _strip(moves: Iterable[Bar], ruler: Ruler, window: Window, colour: bool) -> str:
+    """Draw moves within a window of columns; one that is too short to be written is a thin line."""
+    bars, (begin, end) = [*moves], window
+    row = [" "] * (end - begin)
+    _draw_bars(row, bars, ruler, window, colour)
+    for place in (ruler.column(bar.start) - begin for bar in bars):
+        if 0 <= place < len(row) and row[place] == " ":
+            row[place] = _SHORT
+    return "".join(row)
 
 
 def _draw_bars(row: list[str], bars: Iterable[Bar], ruler: Ruler, window: Window, colour: bool) -> list[int]:

@@ -240,10 +240,10 @@ class Plan:
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
 
-        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`). An edge from an action to one
-        that needs its value has `kind="data"` and `value`, such as `"out(0, 1)"`. An edge along a rank's row has
-        `kind="order"`. If an action needs the value of the one right before it, one edge stands for both:
-        `kind="data"`, `order=True`.
+        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`), and with `moves` where gathers,
+        offloads and others stand about it in its row. An edge from an action to one that needs its value has
+        `kind="data"` and `value`, such as `"out(0, 1)"`. An edge along a rank's row has `kind="order"`. If an action
+        needs the value of the one right before it, one edge stands for both: `kind="data"`, `order=True`.
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
@@ -262,6 +262,10 @@ class Plan:
         for code, action in names.items():
             where = {"ranks": tuple(bound.reduces[code])} if codes.collective[code] else {"rank": bound.rank_of[code]}
             graph.add_node(action, **where)
+        for rank in range(self.ranks if bound.moves else 0):
+            for code, listed in bound.with_moves(rank).items():
+                if moves := tuple(codes.action(each) for each in listed if each != code):
+                    graph.add_node(names[code], moves=moves)
         for code, action in names.items():
             given = ((giver, value) for value in codes.all_needs(code) for giver in codes.givers(value))
             for giver, value in given:

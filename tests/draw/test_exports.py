@@ -65,3 +65,29 @@ def test_a_width_that_cannot_be_is_refused(name, width, tmp_path):
     with pytest.raises(pipelab.UsageError, match="width"):
         pipelab.simulate(SCHEDULES[0]).save(tmp_path / name, width=width)
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "cost"),
+    [
+        (pipelab.PipeOffload(2, 4), Cost(offload=1, load=0.5)),
+        (pipelab.with_gathers(pipelab.OneFOneB(2, 4), 1), Cost(gather=1)),
+        (pipelab.replicate(pipelab.OneFOneB(2, 2), 2), Cost(all_reduce=4, all_reduce_runs="beside")),
+    ],
+    ids=["offload", "gather", "all-reduce beside"],
+)
+def test_every_drawing_shows_what_runs_beside_computing(plan, cost, tmp_path):
+    trace = pipelab.simulate(plan, cost)
+    lasting = [move for move in trace.moves if move.duration]
+    found = json.loads(trace.save(tmp_path / "x.perfetto.json").read_text())
+    slices = [each for each in found["traceEvents"] if each["ph"] == "X" and each["tid"] >= trace.ranks]
+    assert [(each["name"], each["ts"], each["dur"]) for each in slices] == [
+        (str(move.action), 1e3 * move.start, 1e3 * move.duration) for move in trace.moves
+    ]
+    strips = [line.split("│")[1] for line in str(trace).splitlines() if "│" in line and "rank" not in line]
+    assert sum(len(re.findall(r"\d?[OLUR][…─]*", strip)) for strip in strips) == len(lasting)
+    kinds = {move.action.kind for move in lasting}
+    shapes = [each for each in figure.plot(trace).collections if (each.get_gid() or "").split(" ")[0] in kinds]
+    assert sum(len(each.get_paths()) for each in shapes) == len(lasting)
+    moves = [move for _, moves in trace.plan.graph().nodes(data="moves") for move in moves or ()]
+    assert sorted(map(str, moves)) == sorted(str(move.action) for move in trace.moves)

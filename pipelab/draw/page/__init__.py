@@ -19,7 +19,7 @@ from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, differences, text, wording
-from pipelab.draw.bars import Lanes
+from pipelab.draw.bars import Lanes, strip
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
@@ -258,7 +258,6 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     found = Waits(trace)
     found.awaited = {}  # the page shows no waits for moves
     lags = {code: round(lag / tick) for code, lag in found.lags().items()}
-    strips = list(dict.fromkeys(map(_strip, trace.moves)))
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
     return {
         "name": wording.called(name),
@@ -269,8 +268,8 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "directions": _runs(bound.rank_of_slot[:: trace.plan.stages]),
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
-        "strips": len(strips),
-        "moves": [_move(each, ticks([each.start, each.end]), strips) for each in trace.moves],
+        "strips": len(lanes.strips),
+        "moves": [_move(each, ticks([each.start, each.end]), lanes.strips) for each in trace.moves],
         "critical": _places(trace),
         "ranks": [
             _row(found, rank, ticks(trace.starts[rank]), ticks(trace.ends[rank]), lags)
@@ -286,17 +285,11 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     }
 
 
-def _strip(event: Event) -> str:
-    """Return in which strip a move is drawn, its channel's; a free, which takes no time, among gathers."""
-    channel = event.action.traits.channel
-    return "gather" if channel == "now" else channel
-
-
 def _move(event: Event, times: Sequence[int], strips: Sequence[str]) -> list[int | str]:
     """Return a move's rank, start, end, name, kind, how many activations more its rank holds, and its strip, from 1."""
     action = event.action
     held = 0 if action.microbatch is None else action.traits.in_flight
-    return [event.rank, *times, str(action), action.kind, held, 1 + strips.index(_strip(event))]
+    return [event.rank, *times, str(action), action.kind, held, 1 + strips.index(strip(action))]
 
 
 def _row(

@@ -16,8 +16,9 @@ import io
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lowering, Step, lowered
 
 _P2P = re.compile(r"\w+:(send|recv) (\d+)(?:->|<-)(\d+)")
+_PIPELINE = re.compile(r"pp|pipe", re.IGNORECASE)  # how PyTorch's meshes, torchtitan and Megatron name its group
 _SIZES_OF_OBJECTS = (["Long"], ["Byte"])  # dtypes of what PyTorch sends before the first step: shapes, pickled
 
 
@@ -37,9 +39,10 @@ class Stall:
     Attributes:
         rank: the rank that waits for no other one; `None` if ranks wait for each other in a circle, or none waits.
         actions: what it is running or about to run, in the plan's notation; empty if it is between two transfers.
-        step: the training step that it is in, from 0, as far as the file goes back.
+        step: the training step that it is in, from 0; two validation steps before it count as one.
         waits: by rank, for which rank it waits, and with which send or receive.
         missing: whether the rank left no file.
+        pipeline: if the files are of several pipelines, which one this is, in words.
 
     Example:
         >>> print(Stall(1, ("1F1",), 0, {0: (1, "0RECV_B0"), 2: (1, "2RECV_F1")}))
@@ -53,6 +56,7 @@ class Stall:
     step: int
     waits: dict[int, tuple[int, str]]
     missing: bool = False
+    pipeline: str = ""
 
     def __str__(self) -> str:
         """Return what holds up the ranks, then a line for each rank that waits."""
@@ -65,7 +69,8 @@ class Stall:
         else:
             where = f"in or before {' or '.join(self.actions)}" if self.actions else "between two transfers"
             head = f"rank {self.rank} holds up the others: step {self.step}, {where}"
-        return "\n".join([head, *(f"  rank {at} waits for rank {of}: {word}" for at, (of, word) in self.waits.items())])
+        lines = [f"  rank {at} waits for rank {of}: {word}" for at, (of, word) in self.waits.items()]
+        return "\n".join([head, *lines, *[f"  {self.pipeline}"] * bool(self.pipeline)])
 
 
 def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: int = 1) -> Stall:
@@ -73,7 +78,8 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
 
     Args:
         plan: the plan or schedule that ran. PyTorch's runtime has run it, in PyTorch's own order of transfers.
-        files: the files of one pipeline's ranks, pickled or JSON.
+        files: the files of all ranks, pickled or JSON: of one pipeline, or of several if they say which group of
+            processes each transfer is of. Transfers of other groups are left out.
         tensors: how many tensors a stage returns: each is a transfer of its own to the recorder.
 
     Raises:
@@ -84,21 +90,40 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
     plan = as_plan(plan)
     require_legal(plan)
     low = lowered(plan.bound, "pytorch")
-    progress: dict[int, _Progress] = {}
-    for path in map(Path, files):
-        rank, records = _records(path)
+    found = [(path, _by_group(path)) for path in map(Path, files)]
+    if not found:
+        raise UsageError(
+            "no file of the Flight Recorder was found\n  try: the name that the job wrote, with * for the rank"
+        )
+    many = Counter[str]()
+    for _, groups in found:
+        fitting = {name: own for name, own in groups.items() if len(own.ranks) in (0, len(low.rows))}
+        many.update({name: len(own.records) for name, own in fitting.items()})
+    refused: list[FormatError] = []
+    for name in sorted(+many, key=lambda name: (not _PIPELINE.search(name), -many[name])):
+        try:
+            return _of_group(low, [(path, groups[name]) for path, groups in found if name in groups], name, tensors)
+        except FormatError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+    raise UsageError("no file has a send or receive\n  try: TORCH_FR_BUFFER_SIZE=20000 for all processes")
+
+
+def _of_group(low: Lowering, files: Sequence[tuple[Path, _Group]], name: str, tensors: int) -> Stall:
+    """Return what holds up the pipeline that a group of processes is; of several, one that waits, and is behind."""
+    pipelines: dict[tuple[int, ...], dict[int, _Progress]] = {}
+    for path, group in files:
+        progress, rank = pipelines.setdefault(group.ranks, {}), group.rank
         if rank in progress:
             raise UsageError(f"{path}: another file is of rank {rank} too\n  try: give the files of one pipeline")
         if not 0 <= rank < len(low.rows):
             raise UsageError(f"{path} is of rank {rank}, and the plan has {len(low.rows)} ranks")
-        progress[rank] = _Progress.of(low, rank, records, tensors, path)
-    if not progress:
-        raise UsageError(
-            "no file of the Flight Recorder was found\n  try: the name that the job wrote, with * for the rank"
-        )
-    if not any(each.states for each in progress.values()):
-        raise UsageError("no file has a send or receive\n  try: TORCH_FR_BUFFER_SIZE=20000 for all processes")
-    return _stall(low, progress)
+        progress[rank] = _Progress.of(low, rank, group.records, tensors, path)
+    stalls = [(_stall(low, progress), ranks) for ranks, progress in pipelines.items()]
+    stall, ranks = min(stalls, key=lambda each: (not each[0].waits, each[0].step))
+    which = f"of {len(pipelines)} pipelines, the one of the job's ranks {' '.join(map(str, ranks))} (group {name})"
+    return stall if len(pipelines) == 1 else replace(stall, pipeline=which)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +136,42 @@ class _Record:
     number: int
 
 
-def _records(path: Path) -> tuple[int, list[_Record]]:
-    """Return the rank that wrote a file, and its sends and receives from the oldest to the newest."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of processes in one file: the job's ranks in it, which of them wrote the file, and its transfers."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    records: Sequence[_Record]
+
+
+def _by_group(path: Path) -> dict[str, _Group]:
+    """Return, by the name of a group, its sends and receives in a file, from the oldest to the newest."""
     try:
         text = path.read_bytes()
         data = json.loads(text) if text.lstrip()[:1] == b"{" else _Plain(io.BytesIO(text)).load()
-        found = _transfers(data["entries"])
+        config = data.get("pg_config") or {"": {"desc": ""}}
+        entries: dict[tuple[str, str], list[Any]] = {(number, about["desc"]): [] for number, about in config.items()}
+        for entry in data["entries"]:
+            entries.setdefault(tuple(entry.get("process_group", ("", ""))), []).append(entry)
+        moved = {group: _transfers(own) for group, own in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise FormatError(f"{path} is no file of PyTorch's Flight Recorder: {type(error).__name__}: {error}") from None
-    own = {rank for rank, _ in found}
-    digits = re.findall(r"\d+", path.stem)
-    if len(own) > 1 or not (own or digits):
-        raise FormatError(f"{path}: {'several ranks' if own else 'no rank'} in it, and none in its name")
-    return own.pop() if own else int(digits[-1]), [record for _, record in found]
+    digits, found = re.findall(r"\d+", path.stem), dict[str, _Group]()
+    for (number, name), transfers in sorted(moved.items(), key=lambda each: len(each[1])):
+        ranks = tuple(map(int, re.findall(r"\d+", str(config.get(number, {}).get("ranks", "")))))
+        own = {rank for rank, _ in transfers}
+        if len(own) > 1 or not (own or digits):
+            raise FormatError(f"{path}: {'several ranks' if own else 'no rank'} in it, and none in its name")
+        rank = own.pop() if own else int(digits[-1])
+        if not transfers and rank in ranks:
+            rank = ranks.index(rank)
+        found[name] = _Group(ranks, rank, [record for _, record in transfers])
+    return found
 
 
-def _transfers(entries: Any) -> Collection[tuple[int, _Record]]:
-    """Return a file's sends and receives, each with its rank; those that were coalesced have one state."""
+def _transfers(entries: Sequence[Any]) -> Collection[tuple[int, _Record]]:
+    """Return a group's sends and receives, each with its rank; those that were coalesced have one state."""
     done = {entry["p2p_seq_id"]: entry["state"] for entry in entries if entry["profiling_name"].endswith("coalesced")}
     found: dict[Any, tuple[int, _Record]] = {}
     for entry in entries:
@@ -149,46 +193,56 @@ class _Plain(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far a rank is: the `states` of its transfers from number `first` on, before which all are over.
+    """How far a rank is: the `states` of its transfers by number; all before the first of them are over.
 
-    The transfers are at the places `at` of its lowered row; their numbers go on from one training step to the next.
+    The transfers are at the places `at` of its lowered row. Their numbers go on from one step to the next, twice as far
+    as there are transfers: a validation step has the forward's half of them, and counts as half a step.
     """
 
     row: Sequence[Step]
     at: Sequence[int]
-    first: int = 0
-    states: Sequence[str] = ()
+    states: Mapping[int, str]
+    upcoming: int = 0
 
     @classmethod
     def of(cls, low: Lowering, rank: int, records: Sequence[_Record], tensors: int, path: Path) -> _Progress:
-        """Find which transfers of the plan the records are."""
-        row = low.rows[rank]
+        """Find which transfers of the plan the records are: of training steps, or also of validation steps."""
+        row, forward = low.rows[rank], low.bound.codes.forward
         at = [index for index, (word, _) in enumerate(row) if word in ("SEND", "RECV")]
+        if not at or not records:
+            return cls(row, at, {})
         ends = [_end(low, row[index]) for index in at]
-        for begin in range(len(at)):
-            expected = [ends[(begin + index // tensors) % len(ends)] for index in range(len(records))]
-            if [(record.way, record.peer) for record in records] == expected:
-                gone = round(((records[0].number - 1) / tensors - begin) / len(at)) if records else 0
-                groups = (records[each : each + tensors] for each in range(0, len(records), tensors))
-                states = [next((each.state for each in group if each.state != "completed"), "") for group in groups]
-                return cls(row, at, begin + max(0, gone) * len(at), states)
-        if not at:
-            return cls(row, at)
-        raise FormatError(
-            f"{path}: the transfers of rank {rank} are not those of the plan: the first is {records[0].way} with "
-            f"rank {records[0].peer}, the plan's first is {ends[0][0]} with rank {ends[0][1]}\n"
-            "  try: the plan that ran, and with tensors= how many tensors a stage returns"
+        validation = [k for k, index in enumerate(at) if forward[low.crossings[row[index][1][0]].giver]]
+        groups = [records[each : each + tensors] for each in range(0, len(records), tensors)]
+        seen = [{(each.way, each.peer) for each in group} for group in groups]
+        steps = [range(len(at)), validation]
+        found = _aligned(steps[:1], ends, seen) or _aligned(steps, ends, seen)
+        if not found:
+            raise FormatError(
+                f"{path}: the transfers of rank {rank} are not those of the plan: the first is {records[0].way} with "
+                f"rank {records[0].peer}, the plan's first is {ends[0][0]} with rank {ends[0][1]}\n"
+                "  try: the plan that ran, and with tensors= how many tensors a stage returns"
+            )
+        begun = (records[0].number - 1) / tensors - found[0][1]
+        half = max(0, int(2 * begun / len(at) + 0.5))  # when the step begins
+        states: dict[int, str] = {}
+        for before, (kind, k), group in zip([None, *found], found, groups, strict=False):
+            half += 2 - before[0] if before and k == 0 else 0
+            states[half * len(at) + steps[kind][k]] = next((e.state for e in group if e.state != "completed"), "")
+        kind, k = found[-1]
+        ended = k + 1 == len(steps[kind])
+        return cls(
+            row, at, states, (half + 2 - kind if ended else half) * len(at) + (0 if ended else steps[kind][k + 1])
         )
 
     def state(self, number: int) -> str | None:
         """Return `""` of a transfer that is over, PyTorch's word of one that is not, and `None` before it is posted."""
-        place = number - self.first
-        return "" if place < 0 else self.states[place] if place < len(self.states) else None
+        return self.states.get(number, "" if number < next(iter(self.states), self.upcoming) else None)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the training step and the place in the row of a transfer."""
-        step, within = divmod(number, len(self.at))
-        return step, self.at[within]
+        """Return at which half of a step the step of a transfer began, and its place in the row."""
+        half, within = divmod(number, len(self.at))
+        return half, self.at[within]
 
     def before(self, number: int) -> list[Step]:
         """Return what the rank runs between the transfer before this one, and this one."""
@@ -196,6 +250,28 @@ class _Progress:
         begin = max((each for each in self.at if each < index), default=-1)
         tail = self.row[self.at[-1] + 1 :] if begin < 0 and number else []
         return [*tail, *self.row[begin + 1 : index]]
+
+
+def _aligned(
+    steps: Sequence[Sequence[int]], ends: Sequence[tuple[str, int]], seen: Sequence[set[tuple[str, int]]]
+) -> list[tuple[int, int]]:
+    """Return, for each transfer that was seen, of which kind of step it is and which of its transfers; or nothing.
+
+    `steps` has, for each kind of step, the transfers of a whole row that it has. Each may follow each.
+    """
+    every = [(kind, k) for kind, step in enumerate(steps) for k in range(len(step))]
+    ways: list[dict[tuple[int, int], tuple[int, int]]] = [{place: place for place in every}]  # by place, the one before
+    for end in seen:
+        fits = [place for place in every if {ends[steps[place[0]][place[1]]]} == end]
+        before: dict[tuple[int, int], tuple[int, int]] = {}
+        for kind, k in ways[-1]:
+            ahead = [(kind, k + 1)] if k + 1 < len(steps[kind]) else [(each, 0) for each in range(len(steps))]
+            before |= {place: (kind, k) for place in ahead if place in fits and place not in before}
+        ways.append(before if len(ways) > 1 else {place: place for place in fits})
+    found = list(ways[-1])[:1]
+    for before in ways[:1:-1]:
+        found += [before[place] for place in found[-1:]]
+    return found[::-1]
 
 
 def _end(low: Lowering, step: Step) -> tuple[str, int]:
@@ -211,8 +287,8 @@ def _at(low: Lowering, progress: Mapping[int, _Progress], rank: int, timed: bool
     because the rank computes; without these times, the state at the other end says it.
     """
     own = progress[rank]
-    held, number = None, own.first
-    while (state := own.state(number)) is not None:
+    held: int | None = None
+    for number, state in own.states.items():
         word, peer = _end(low, own.row[own.place(number)[1]])
         if state == "scheduled" and timed:
             return number, False
@@ -223,9 +299,8 @@ def _at(low: Lowering, progress: Mapping[int, _Progress], rank: int, timed: bool
             if state == "scheduled" and there is not None and peer in progress:
                 return number, False
             held = number if held is None else held
-        number += 1
-    at_end = held is not None and number % len(own.at) == 0
-    return (held, True) if at_end and held is not None else (number, False)
+    at_end = own.upcoming % len(own.at) == 0
+    return (held, True) if at_end and held is not None else (own.upcoming, False)
 
 
 def _other_end(low: Lowering, progress: Mapping[int, _Progress], rank: int, number: int) -> str | None:
@@ -241,7 +316,7 @@ def _other_end(low: Lowering, progress: Mapping[int, _Progress], rank: int, numb
 
 def _stall(low: Lowering, progress: Mapping[int, _Progress]) -> Stall:
     """Follow each rank to the one that it waits for."""
-    timed = any("started" in each.states for each in progress.values())
+    timed = any("started" in each.states.values() for each in progress.values())
     waits: dict[int, tuple[int, str]] = {}
     working: dict[int, int] = {}  # by rank that waits for no other, the transfer that it has not come to
     for rank, own in sorted(progress.items()):
@@ -258,10 +333,10 @@ def _stall(low: Lowering, progress: Mapping[int, _Progress]) -> Stall:
         return Stall(None, (), 0, waits)
     # Of several that compute, the one for which most others wait, directly or not; then the one that is behind.
     ends = [_awaited(rank, waits) for rank in waits]
-    steps = {rank: progress[rank].place(number)[0] for rank, number in working.items()}
-    rank = max(working, key=lambda each: (-steps[each], ends.count(each), -each))
+    halves = {rank: progress[rank].place(number)[0] for rank, number in working.items()}
+    rank = max(working, key=lambda each: (-halves[each], ends.count(each), -each))
     runs = [low.word(each) for each in progress[rank].before(working[rank]) if each[0] == "run"]
-    return Stall(rank, tuple(runs), steps[rank], waits)
+    return Stall(rank, tuple(runs), halves[rank] // 2, waits)
 
 
 def _awaited(rank: int, waits: Mapping[int, tuple[int, str]]) -> int:

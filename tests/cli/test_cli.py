@@ -70,12 +70,12 @@ def test_a_memory_cap_is_a_fault_like_any_other(succeeds, refused):
     assert "memory-cap" in refused("check", "gpipe", "--memory-cap", "4")
 
 
-def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_command, succeeds, refused):
+def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_command, succeeds, refused, tmp_path):
     error = refused("check", "1f1b", "--order", "at-use", "--transport", "rank")
     assert "transfer-deadlock" in error
     assert "3SEND_B0" in error
     succeeds("check", "1f1b", "--transport", "rank")
-    low = pipelab.lower(pipelab.OneFOneB(2, 4), order="at-use").to_csv("rows.csv")
+    low = pipelab.lower(pipelab.OneFOneB(2, 4), order="at-use").to_csv(tmp_path / "rows.csv")
     assert "hang with transport rank, pair; they run with" in succeeds("check", str(low))
     assert "0SEND_F1 (rank 0) has to meet 1RECV_F1" in refused("check", str(low), "--transport", "rank")
     sweep = ("compare", "interleaved-1f1b", "-r", "8", "-m", "16,32")

@@ -25,6 +25,9 @@ PLANS = {
 }
 
 
+FORWARD = re.compile(r"^\d+(F|SEND_F|RECV_F)\d+$")
+
+
 def is_transfer(word):
     return re.search("SEND|RECV", word) is not None
 
@@ -36,22 +39,26 @@ def opposite(word):
     return f"{int(stage) + step}{'RECV' if way == 'SEND' else 'SEND'}_{letter}{microbatch}"
 
 
-def stalled(plan, rank, action, steps=1, ahead=False, tensors=1, coalesced=False):
+def stalled(plan, rank, action, steps=1, ahead=False, tensors=1, coalesced=False, validations=()):
     """Run `steps` steps in which the last one's `action` never ends; return the recorder's entries, by rank.
 
     It is written apart from pipelab: the ranks go on in turns until none can. With `ahead`, all transfers are posted
-    before anything is computed, as on a GPU, and their states say how far each is.
+    before anything is computed, as on a GPU, and their states say how far each is. Of the steps in `validations`, the
+    ranks run the forwards alone.
     """
-    rows = pipelab.lower(plan).rows
-    rank_of = {word: at for at, row in enumerate(rows) for word in row}
+    lowered = pipelab.lower(plan).rows
+    rank_of = {word: at for at, row in enumerate(lowered) for word in row}
+    rows = [
+        [(step, word) for step in range(steps) for word in row if step not in validations or FORWARD.search(word)]
+        for row in lowered
+    ]
     place, sent = [0] * len(rows), set()
     before = None
     while place != before:
         before = list(place)
         for at, row in enumerate(rows):
-            while place[at] < steps * len(row):
-                step, index = divmod(place[at], len(row))
-                word = row[index]
+            while place[at] < len(row):
+                step, word = row[place[at]]
                 if "RECV" in word and (step, opposite(word)) not in sent:
                     break
                 if (at, word, step) == (rank, action, steps - 1):
@@ -61,7 +68,7 @@ def stalled(plan, rank, action, steps=1, ahead=False, tensors=1, coalesced=False
     entries = [[] for _ in rows]
     for at, row in enumerate(rows):
         number = 0
-        for index, word in enumerate(row * steps):
+        for index, (_, word) in enumerate(row):
             reached = index < place[at] or (index == place[at] and "RECV" in word)
             if is_transfer(word) and (reached or ahead):
                 state = "completed" if index < place[at] else "started" if reached else "scheduled"
@@ -110,6 +117,62 @@ def test_a_recorder_that_kept_only_the_newest_entries_is_understood(tmp_path):
     found = culprit(plan, written(tmp_path, entries))
     assert (found.rank, found.actions, found.step) == (2, ("2F5",), 4)
     assert found.waits[3] == (2, "3RECV_F5")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"])
+def test_validation_steps_are_stepped_over(name, tmp_path):
+    plan, draw = PLANS[name], random.Random(name)  # noqa: S311 - the same ones on every run
+    rows = pipelab.lower(plan).rows
+    for _ in range(12):
+        rank = draw.randrange(len(rows))
+        action = draw.choice([word for word in rows[rank][:-1] if not is_transfer(word)])
+        steps, kept = draw.randrange(3, 7), draw.choice([30, 60, 1000])
+        # The step before is a training step: forwards alone may be the first half of one, too.
+        validations = draw.sample(range(steps - 2), draw.randrange(1, min(3, steps - 1)))
+        entries = [own[-kept:] for own in stalled(plan, rank, action, steps, validations=validations)]
+        found = culprit(plan, written(tmp_path, entries))
+        alone = culprit(plan, written(tmp_path, stalled(plan, rank, action)))
+        assert (found.rank, action in found.actions or not found.waits) == (alone.rank, True), (action, validations)
+        assert found.waits == alone.waits
+        assert found.step == steps - 1 - len(validations) + len(validations) // 2 or not found.waits
+
+
+def grouped(entries, number, name):
+    return [entry | {"process_group": [number, name]} for entry in entries]
+
+
+def other_sends(many, rank):
+    """Return what a group for ring attention sends and receives."""
+    ways = (f"nccl:send {rank % 2}->{1 - rank % 2}", f"nccl:recv {rank % 2}<-{1 - rank % 2}")
+    entry = {"record_id": 0, "state": "completed", "input_dtypes": ["Float"]}
+    return [entry | {"profiling_name": ways[at % 2], "p2p_seq_id": at + 1, "record_id": -at} for at in range(many)]
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_transfers_of_other_groups_are_left_out_and_of_several_pipelines_one_is_chosen(pickled, tmp_path):
+    plan = PLANS["1f1b"]
+    hung, well = stalled(plan, 2, "2F5", steps=3), stalled(plan, 3, "3F0", steps=4)
+    for replica, own in ((0, well), (1, hung)):  # the ranks of the job are 2 x 4: replica, then pipeline
+        for at, entries in enumerate(own):
+            config = {
+                f"{4 + replica}": {"desc": "mesh_pp", "ranks": str([4 * replica + each for each in range(4)])},
+                "9": {"desc": "cp", "ranks": str([at, at + 4])},
+            }
+            mixed = [*grouped(other_sends(99, replica), "9", "cp"), *grouped(entries, f"{4 + replica}", "mesh_pp")]
+            mixed.sort(key=lambda each: abs(each["record_id"]))
+            content = {"entries": mixed, "pg_config": config}
+            path = tmp_path / f"trace_rank_{4 * replica + at}"
+            path.write_bytes(pickle.dumps(content) if pickled else json.dumps(content).encode())
+    found = culprit(plan, tmp_path.glob("trace_rank_*"))
+    assert (found.rank, found.actions, found.step) == (2, ("2F5",), 2)
+    assert str(found).endswith("\n  of 2 pipelines, the one of the job's ranks 4 5 6 7 (group mesh_pp)")
+    alone = culprit(plan, tmp_path.glob("trace_rank_[4567]"))
+    assert (alone.rank, alone.waits, alone.pipeline) == (2, found.waits, "")
+    (tmp_path / "trace_rank_6").write_text(
+        json.dumps({"entries": [], "pg_config": {"5": {"desc": "mesh_pp", "ranks": "[4, 5, 6, 7]"}}})
+    )
+    quiet = culprit(plan, tmp_path.glob("trace_rank_[4567]"))
+    assert (quiet.rank, quiet.missing) == (2, False)
 
 
 def test_a_rank_without_a_file_is_the_one(tmp_path):

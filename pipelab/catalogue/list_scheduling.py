@@ -54,7 +54,7 @@ def list_schedule(
     memory: Memory | None = None,
 ) -> list[list[Action]]:
     """Return, for each rank, its actions in the order in which it starts them."""
-    all_held = [len(bound.rank_of_slot)] * len(bound.rows)
+    all_held = [len(bound.rank_of_slot)] * len(bound.computing)
     return _Simulation(bound, lasts, delays, priority, caps or all_held, split, memory if caps else None).rows()
 
 
@@ -71,7 +71,7 @@ class _Simulation:
     memory: Memory | None
 
     def __post_init__(self) -> None:
-        codes, ranks = self.bound.codes, range(len(self.bound.rows))
+        codes, ranks = self.bound.codes, range(len(self.bound.computing))
         self.codes, self.rank_of_slot = codes, self.bound.rank_of_slot
         self.started: list[list[Action]] = [[] for _ in ranks]
         self.busy = [False for _ in ranks]

@@ -282,7 +282,7 @@ def _other_sizes(level: Level, plan: Plan) -> str | None:
 def _against_the_rules(level: Level, plan: Plan) -> str | None:
     """Return what `check` would not mind."""
     bound = plan.bound
-    listed = [(rank, bound.codes.action(code)) for rank, row in enumerate(bound.rows) for code in row]
+    listed = [(rank, bound.codes.action(code)) for rank, row in enumerate(bound.computing) for code in row]
     for rank, action in [*listed, *((move.rank, move.action) for move in bound.moves)]:
         if action.kind not in level.kinds:
             return f"{action} on rank {rank}: this level has {'F, B, I and W' if level.split else 'F and B'} only"

@@ -276,7 +276,7 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     """Find actions that come before an action of the same rank that they need; return also their codes."""
     faults: list[Fault] = []
     excused: set[int] = set()
-    for rank in range(len(bound.rows)):
+    for rank in range(len(bound.computing)):
         index_of, write = bound.index_of(rank), as_yielded(bound, rank)
         for needer, giver, value in _too_early(bound, rank, index_of):
             excused.add(needer)
@@ -287,7 +287,7 @@ def _unordered(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
 
 def _too_early(bound: BoundPlan, rank: int, index_of: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
     """Yield each action that comes too early, the later action that it needs, and that one's value."""
-    codes, row = bound.codes, bound.rows[rank]
+    codes, row = bound.codes, bound.computing[rank]
     late = _late_gradients(codes, row) if bound.reduces else {}
     for code in row:
         if code in late:
@@ -334,7 +334,7 @@ def _unordered_fault(
 
 def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory | None = None) -> Iterator[Fault]:
     """Find, for each rank, the first action with which it holds more activations, or bytes, than allowed."""
-    for rank, cap in enumerate(require_caps(memory_cap, len(bound.rows))):
+    for rank, cap in enumerate(require_caps(memory_cap, len(bound.computing))):
         counts = bound.in_flight(rank) if memory is None else memory.held(bound, rank)
         for index, held in islice(((index, held) for index, held in enumerate(counts) if held > cap), 1):
             if memory is None:
@@ -347,12 +347,12 @@ def _over_cap(bound: BoundPlan, memory_cap: int | Sequence[int], memory: Memory 
 
 
 def _cap_fault(bound: BoundPlan, rank: int, index: int, what: str, hint: str) -> Fault:
-    action = bound.codes.action(bound.rows[rank][index])
+    action = bound.codes.action(bound.computing[rank][index])
     return Fault("memory-cap", rank, bound.position(rank, index), action, f"{action} {what}", hint)
 
 
 def _how_to_hold_fewer_bytes(bound: BoundPlan, rank: int, index: int, memory: Memory) -> str:
-    codes, row = bound.codes, bound.rows[rank][: index + 1]
+    codes, row = bound.codes, bound.computing[rank][: index + 1]
     traits = codes.traits(row[-1])
     own = codes.holds[row[-1]] if traits.forward else bool(traits.holds)
     if bound.in_flight(rank)[index] != own:
@@ -372,7 +372,7 @@ def _inputs_kept(codes: Codes, until: Sequence[int], memory: Memory) -> int:
 
 def _over_versions(bound: BoundPlan, versions: int) -> list[Fault]:
     """Find, for each rank, the first backward whose version of the weights is not one of the newest."""
-    first = (_too_old(bound, rank, versions) for rank in range(len(bound.rows)))
+    first = (_too_old(bound, rank, versions) for rank in range(len(bound.computing)))
     return [fault for faults in first for fault in islice(faults, 1)]
 
 
@@ -380,7 +380,7 @@ def _too_old(bound: BoundPlan, rank: int, versions: int) -> Iterator[Fault]:
     """Yield the faults of a rank's actions whose versions of the weights are too old."""
     before: dict[int, dict[int, int]] = {}
     used_at = dict(zip(bound.lists[rank], bound.versions(rank), strict=True))
-    for index, code in enumerate(bound.rows[rank]):
+    for index, code in enumerate(bound.computing[rank]):
         used, traits = used_at[code], bound.codes.traits(code)
         m, stage = bound.codes.microbatch[code], bound.codes.stage[code]
         version, newest = before.get(stage, used).get(m, used[-1]), used[-1]
@@ -397,7 +397,7 @@ def _too_old(bound: BoundPlan, rank: int, versions: int) -> Iterator[Fault]:
 
 def _how_to_hold_less(bound: BoundPlan, rank: int, index: int) -> str:
     """Return how to release an activation before an action: with a delayed weight gradient, or with a backward."""
-    codes, row = bound.codes, bound.rows[rank][: index + 1]
+    codes, row = bound.codes, bound.computing[rank][: index + 1]
     done, action = set(row), codes.action(row[-1])
     halves = (codes.sibling(code, HALVES[-1]) for code in row if codes.kind[code] in HALVES)
     if (late := next((code for code in halves if code not in done), None)) is not None:

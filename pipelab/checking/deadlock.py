@@ -75,7 +75,7 @@ def deadlocks(
     """Return one fault for each cycle of ranks that a walk left stuck; the options are the walk's."""
     bound = plan.bound
     name = _names(bound, atomic_pairs)
-    stuck = {rank: bound.rows[rank][index] for rank, index in walk.stuck.items()}
+    stuck = {rank: bound.computing[rank][index] for rank, index in walk.stuck.items()}
     waits = {rank: _wait(bound, name, stuck, rank, walk.waits_for[rank]) for rank in stuck}
     faults: list[Fault] = []
     for cycle in cycles(sorted(waits), waits.get):
@@ -83,7 +83,7 @@ def deadlocks(
             found = Repair(_PAIRS_HINT, [])
         elif any(bound.codes.collective[wait.code] for wait in cycle):
             found = Repair(_REDUCES_HINT, [])
-        elif len(faults) * sum(map(len, bound.rows)) > _MOST_TRIED:
+        elif len(faults) * sum(map(len, bound.computing)) > _MOST_TRIED:
             found = Repair("fix the cycles before this one, then check again", [])
         else:
             found = repair(bound, _blocked_ranks(cycle), given, excused)
@@ -96,7 +96,7 @@ def deadlocks(
 def _names(bound: BoundPlan, atomic_pairs: bool) -> Callable[[int], Item]:
     """Return how a message calls an action: if pairs are one slot, both halves have the pair's name."""
     pair_of: dict[int, Pair] = {}
-    for halves in (units(row, bound.pairs) for row in bound.rows if atomic_pairs):
+    for halves in (units(row, bound.pairs) for row in bound.computing if atomic_pairs):
         pair_of |= {code: Pair(*map(bound.codes.action, both)) for both in halves if len(both) > 1 for code in both}
     return lambda code: pair_of.get(code) or bound.codes.action(code)
 
@@ -181,7 +181,7 @@ def _wait(
 
 
 def _place(bound: BoundPlan, rank: int, code: int) -> str:
-    return f", position {bound.position(rank, bound.rows[rank].index(code))}"
+    return f", position {bound.position(rank, bound.computing[rank].index(code))}"
 
 
 def _blocked_ranks(cycle: list[_RankWait]) -> list[BlockedRank]:

@@ -35,8 +35,9 @@ def rows_after(bound: BoundPlan, moves: Iterable[Move]) -> list[list[int]]:
         before[move.before] = (*before.get(move.before, ()), *move.moved)
     moved = {code for codes in before.values() for code in codes}
     if not moved:
-        return bound.rows
-    return [[each for code in row if code not in moved for each in (*before.get(code, ()), code)] for row in bound.rows]
+        return bound.computing
+    left = ([code for code in row if code not in moved] for row in bound.computing)
+    return [[each for code in row for each in (*before.get(code, ()), code)] for row in left]
 
 
 def describe(parts: list[tuple[int, str]]) -> str:
@@ -109,7 +110,7 @@ def as_yielded(bound: BoundPlan, rank: int | None) -> Callable[[int], str]:
     codes = bound.codes
     stages: set[int] = set()
     if rank is not None:
-        stages = bound.stages_of.get(rank, set()) | {codes.stage[code] for code in bound.rows[rank]}
+        stages = bound.stages_of.get(rank, set()) | {codes.stage[code] for code in bound.computing[rank]}
 
     def write(code: int) -> str:
         action = codes.action(code)
@@ -153,12 +154,12 @@ class _Trials:
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.bound.rows))
+        return sum(map(len, self.bound.computing))
 
     def stuck(self, rows: list[list[int]]) -> int:
         """Return how many ranks are stuck with these rows."""
         self.walked += self.size
-        trial = replace(self.bound, rows=rows, pairs=set(), faults=[], walk=None)
+        trial = replace(self.bound, computing=rows, pairs=set(), faults=[], walk=None)
         return len(traverse(trial, given=self.given, excused=self.excused).stuck)
 
     def spent(self, budget: int) -> bool:
@@ -186,19 +187,19 @@ def _as_written(bound: BoundPlan) -> BoundPlan:
     """Remove the all-reduces that pipelab inserted: their places follow from the order of the gradients."""
     if not bound.automatic:
         return bound
-    rows = [[code for code in row if code not in bound.automatic] for row in bound.rows]
+    rows = [[code for code in row if code not in bound.automatic] for row in bound.computing]
     listed = {code: ranks for code, ranks in bound.reduces.items() if code not in bound.automatic}
-    return replace(bound, rows=rows, reduces=listed, automatic=set(), walk=None)
+    return replace(bound, computing=rows, reduces=listed, automatic=set(), walk=None)
 
 
 def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, Repair]:
     """Return the number of ranks that the best move leaves stuck, and that move; the first that leaves none is best."""
     bound = trials.bound
-    best = (len(bound.rows) + 1, Repair("give one rank of the cycle another order", []))
+    best = (len(bound.computing) + 1, Repair("give one rank of the cycle another order", []))
     for rank, row, words in (move for each in blocked for move in _moves(bound, each)):
-        if best[0] <= len(bound.rows) and trials.spent(_TRIAL_ACTIONS):
+        if best[0] <= len(bound.computing) and trials.spent(_TRIAL_ACTIONS):
             break
-        rows = [*bound.rows[:rank], row, *bound.rows[rank + 1 :]]
+        rows = [*bound.computing[:rank], row, *bound.computing[rank + 1 :]]
         left = trials.stuck(rows)
         if left == 0:
             return left, Repair(words, rows)
@@ -209,7 +210,7 @@ def _one_move(trials: _Trials, blocked: Sequence[BlockedRank]) -> tuple[int, Rep
 
 def _moves(bound: BoundPlan, blocked: BlockedRank) -> Iterator[tuple[int, list[int], str]]:
     """Yield the row with the wanted action right before the stuck one, and that with the stuck one right after it."""
-    rank, row, name = blocked.rank, bound.rows[blocked.rank], as_yielded(bound, blocked.rank)
+    rank, row, name = blocked.rank, bound.computing[blocked.rank], as_yielded(bound, blocked.rank)
     stuck, wanted = name(blocked.stuck), name(blocked.wanted)
     first, last = row.index(blocked.stuck), row.index(blocked.wanted)
     before, between, behind = row[:first], row[first + 1 : last], row[last + 1 :]
@@ -238,7 +239,7 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
         return None
     moves, runs = _reordered(trials, cycle)
     if not runs:
-        moves, runs = _reordered(trials, range(len(bound.rows)))
+        moves, runs = _reordered(trials, range(len(bound.computing)))
     ranks = sorted({move.rank for move in moves})
     if not runs:
         return next(_forwards_first(trials, ranks), None)
@@ -268,7 +269,7 @@ def _descriptions(trials: _Trials, moves: list[Move]) -> Iterator[Repair]:
     if not trials.stuck(rows_together := rows_after(bound, together)):
         yield Repair(describe(parts_of(bound, together)), rows_together)
     yield from _forwards_first(trials, ranks)
-    if len(ranks) == 1 and len(bound.rows[ranks[0]]) <= _LONGEST_ROW:
+    if len(ranks) == 1 and len(bound.computing[ranks[0]]) <= _LONGEST_ROW:
         name = as_yielded(bound, ranks[0])
         yield Repair(f"on rank {ranks[0]}, yield {' '.join(map(name, rows[ranks[0]]))}", rows)
 
@@ -278,7 +279,7 @@ def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Iterator[Repair]:
     forward = trials.bound.codes.forward
     rows = [
         sorted(row, key=lambda code: not forward[code]) if rank in ranks else row
-        for rank, row in enumerate(trials.bound.rows)
+        for rank, row in enumerate(trials.bound.computing)
     ]
     if not trials.stuck(rows):
         words = f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
@@ -294,10 +295,10 @@ def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Move], bool
     trials.walked += trials.size
     walk = _FreeWalk(trials)
     early: list[tuple[int, int, int]] = []
-    walk.run(range(len(trials.bound.rows)))
+    walk.run(range(len(trials.bound.computing)))
     while walk.waits_for and len(early) < _MOST_MOVES and (code := walk.wanted(free)) is not None:
         rank = trials.bound.rank_of[code]
-        early.append((rank, trials.bound.rows[rank][walk.at[rank]], code))
+        early.append((rank, trials.bound.computing[rank][walk.at[rank]], code))
         walk.early.add(code)
         walk.run(walk.give(code))
     moves = [
@@ -314,7 +315,7 @@ class _FreeWalk:
         self.bound = trials.bound
         self.excused = trials.excused
         self.there = at_start(self.bound, trials.given)
-        self.at = [0] * len(self.bound.rows)
+        self.at = [0] * len(self.bound.computing)
         self.early: set[int] = set()  # the actions that have run before their turn
         self.waits_for: dict[int, int] = {}  # by rank: the value that it is stuck for
         self.waiting: dict[int, list[int]] = {}  # by value: the ranks that are stuck for it
@@ -325,7 +326,7 @@ class _FreeWalk:
         while queue:
             rank = queue.pop()
             self.waits_for.pop(rank, None)
-            row = self.bound.rows[rank]
+            row = self.bound.computing[rank]
             while self.at[rank] < len(row):
                 code = row[self.at[rank]]
                 if code not in self.early:

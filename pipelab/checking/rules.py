@@ -36,7 +36,7 @@ def misplaced(bound: BoundPlan) -> list[Fault]:
         return faults
     codes = bound.codes
     verb = "is placed on" if bound.names_ranks else "went forward on"
-    for rank, row in enumerate(bound.rows):
+    for rank, row in enumerate(bound.computing):
         for index, code in enumerate(row):
             right = rank if codes.collective[code] else bound.rank_of_slot[codes.slot[code]]
             if right not in (rank, NO_RANK):

@@ -212,7 +212,7 @@ class Hang:
         else:
             crossing = self.low.crossings[code]
             code = crossing.giver if step[0] == "SEND" else crossing.needer
-        position = self.bound.position(rank, self.bound.rows[rank].index(code))
+        position = self.bound.position(rank, self.bound.computing[rank].index(code))
         return cycle_fault("transfer-deadlock", cycle, position, self.bound.codes.action(code), self.hint)
 
     def _wait(self, head: Head) -> Wait:

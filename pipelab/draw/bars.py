@@ -75,7 +75,7 @@ class Lanes:
         """Find out whether a rank has several stages: then labels name the stage."""
         self.trace = trace
         stage = trace.plan.bound.codes.stage
-        stages = [sorted({stage[code] for code in row}) for row in trace.plan.bound.rows]
+        stages = [sorted({stage[code] for code in row}) for row in trace.plan.bound.computing]
         self.names_stages = any(len(each) > 1 for each in stages)
         self._chunks = [{each: at for at, each in enumerate(row)} for row in stages]
         self.strips = list(dict.fromkeys(strip(event.action) for event in trace.moves))
@@ -89,12 +89,12 @@ class Lanes:
 
     def count(self, rank: int) -> int:
         """Return how many actions a rank has."""
-        return len(self.trace.plan.bound.rows[rank])
+        return len(self.trace.plan.bound.computing[rank])
 
     def bars(self, rank: int, first: int = 0, last: int | None = None) -> Iterator[Bar]:
         """Yield the bars of one rank's actions from `first` up to, not including, `last`, in order."""
         trace, begin = self.trace, self.trace.start
-        row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
+        row, starts, ends = trace.plan.bound.computing[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
             action, label = self._named(row[index])
             colour = colours.of(action, self._chunks[rank][trace.plan.bound.codes.stage[row[index]]])
@@ -178,8 +178,7 @@ class Lanes:
         bound = self.trace.plan.bound
         lasting: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for rank in ranks:
-            row, starts, ends = bound.rows[rank], self.trace.starts[rank], self.trace.ends[rank]
-            for code, start, end in zip(row, starts, ends, strict=True):
+            for code, start, end in self.trace.computed(rank):
                 lasting[bound.codes.kind[code]].append(end - start)
         every = [time for kind, times in lasting.items() for time in times if time > 0 and kind in PER_MICROBATCH]
         least = median(every or [0.0]) * _NEXT_TO_NOTHING

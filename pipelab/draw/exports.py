@@ -32,7 +32,7 @@ def perfetto(trace: Trace) -> dict[str, Any]:
         "Trace Event Format", Google, 2016.
     """
     scale = MICROSECONDS.get(trace.unit, 1e3)
-    action, rows = trace.plan.bound.codes.action, trace.plan.bound.rows
+    action, rows = trace.plan.bound.codes.action, trace.plan.bound.computing
     where: dict[tuple[int, str], tuple[float, float]] = {}
     found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": trace.name}}]
     for rank, (row, waited) in enumerate(zip(rows, waits(trace), strict=True)):

@@ -70,7 +70,7 @@ def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> 
 
     path = Path(path)
     suffix = require_suffix(path, "a dependency graph", SUFFIXES)
-    actions = sum(map(len, plan.bound.rows))
+    actions = sum(map(len, plan.bound.computing))
     if suffix in _PICTURES and actions > _MOST:
         raise FormatError(
             f"{path.name}: the graph of {clean(plan.name)} has {actions:,} actions, a picture at most {_MOST:,}: "

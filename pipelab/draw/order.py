@@ -264,7 +264,7 @@ def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set
     """Return the items that a rank lists and the all-reduces that pipelab inserts, in order."""
     bound, written = plan.bound, plan.written[rank]
     row, placed = bound.lists[rank], bound.placed(rank)
-    stuck = None if stuck is None else row.index(bound.rows[rank][stuck])
+    stuck = None if stuck is None else row.index(bound.computing[rank][stuck])
     codes_at: dict[int, list[int]] = {}
     inserted: dict[int, list[int]] = {}
     for index, code in enumerate(row):
@@ -320,7 +320,7 @@ def _of_transfers(plan: Plan, fault: Fault, faults: Faults) -> list[Drawing]:
         for rank, steps in enumerate(hung.low.rows)
     ]
     before = _with_cycle(rows, fault)
-    size = sum(map(len, plan.bound.rows))
+    size = sum(map(len, plan.bound.computing))
     if "by-time" not in fault.hint or size > _MOST_ACTIONS:
         return [before]
     known = {name: cell for row in rows for cell in row for name in cell.names[:1]}

@@ -346,7 +346,7 @@ def _rows(lanes: Lanes, ruler: Ruler, gutter: int, colour: bool, band: int = 0) 
         before = rank
         (_, cut, row), *rest = (_lane(lanes, ruler, rank, window, colour) for window in ruler.bands[band])
         for first, _, tail in rest:
-            kinds = "".join(codes.kind[code] for code in lanes.trace.plan.bound.rows[rank][cut:first])
+            kinds = "".join(codes.kind[code] for code in lanes.trace.plan.bound.computing[rank][cut:first])
             mark = gap_mark(first - cut, kinds) if first > cut else "┄"
             row += f" {mark:┄^{ruler.gap - 2}} {tail}"
         yield f"{f'rank {rank}':<{gutter - 1}}│{row}".rstrip()

@@ -87,7 +87,7 @@ def sentence(trace: Trace, idle: Idle) -> str:
 def _behind(trace: Trace, rank: int, needer: Action) -> str:
     """Return behind what the value stands that an action waits for."""
     bound = trace.plan.bound
-    wait = Waits(trace).of(rank, bound.rows[rank].index(bound.codes.code(needer)))
+    wait = Waits(trace).of(rank, bound.computing[rank].index(bound.codes.code(needer)))
     behind = wording.stood_behind(trace, wait) if wait is not None else ""
     return f": {behind}" if behind else ", but whose transfer stands behind another"
 
@@ -95,7 +95,7 @@ def _behind(trace: Trace, rank: int, needer: Action) -> str:
 def chain(trace: Trace, code: int) -> Iterator[str]:
     """Yield, step by step backwards, why an action, or a move, did not begin earlier."""
     found = Waits(trace)
-    where = {code: (rank, index) for rank, row in enumerate(found.bound.rows) for index, code in enumerate(row)}
+    where = {code: (rank, index) for rank, row in enumerate(found.bound.computing) for index, code in enumerate(row)}
     before: int | None = code
     while before is not None:
         step, before = _step(found, before, where) if before in where else _step_of_move(found, before)
@@ -112,7 +112,7 @@ def _step(found: Waits, code: int, where: Mapping[int, tuple[int, int]]) -> tupl
         there = f", and its value is there at {number(wait.there)}" if wait.there > wait.ended else ""
         return f"{head}: {giver} ends at {number(wait.ended)}{there}.", wait.giver
     if before >= 0:
-        other = found.bound.rows[rank][before]
+        other = found.bound.computing[rank][before]
         return f"{head}: until then it runs {named(other)}.", other
     return f"{head}: it is the rank's first action, and needs nothing.", None
 

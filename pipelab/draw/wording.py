@@ -273,8 +273,8 @@ def costs(trace: Trace) -> str:
     """
     spans: dict[str, set[float]] = {}
     bound = trace.plan.bound
-    for row, *times in zip(bound.rows, trace.starts, trace.ends, strict=True) if trace.source == "simulated" else ():
-        for code, start, end in zip(row, *times, strict=True):
+    for rank in range(trace.ranks if trace.source == "simulated" else 0):
+        for code, start, end in trace.computed(rank):
             spans.setdefault(bound.codes.kind[code], set()).add(round(end - start, 9))
     words = ", ".join(f"{kind} = {number(min(times))}" for kind, times in spans.items() if len(times) == 1)
     travels = {round(trace.delay(value), 9) for value in values_between(bound).values()} if words else set()

@@ -365,7 +365,7 @@ def instructions(
     """Return every rank's instructions for a legal plan; only the forwards' unless `backward`."""
     codes = bound.codes
     rows: list[list[Instruction]] = []
-    for rank, row in enumerate(bound.rows):
+    for rank, row in enumerate(bound.computing):
         listed: list[Instruction] = []
         for code in row:
             action = codes.action(code)

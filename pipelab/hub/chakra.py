@@ -75,7 +75,7 @@ def _file(trace: Trace, low: Lowering, sizes: list[float], rank: int) -> bytes:
     """Return a rank's nodes, none of them before one that it needs."""
     bound = trace.plan.bound
     action, scale = bound.codes.action, MICROSECONDS.get(trace.unit, 1e3)
-    times = dict(zip(bound.rows[rank], zip(trace.starts[rank], trace.ends[rank], strict=True), strict=True))
+    times = dict(zip(bound.computing[rank], zip(trace.starts[rank], trace.ends[rank], strict=True), strict=True))
     messages = [_field(1, "0.0.4")]  # GlobalMetadata
     before: list[int] = []  # the node of the action before
     made: dict[int, list[int]] = {}  # by code, the node of the action

@@ -500,7 +500,7 @@ def _clocks(hosts: Sequence[str | None], early: Mapping[tuple[int, int], float])
 
 def _early(bound: BoundPlan, times: Sequence[Sequence[Times]]) -> dict[tuple[int, int], float]:
     """Return, by a value's sender and receiver, by how much it was used before it was made, at most."""
-    rows = [list(zip(row, ran, strict=True)) for row, ran in zip(bound.rows, times, strict=True)]
+    rows = [list(zip(row, ran, strict=True)) for row, ran in zip(bound.computing, times, strict=True)]
     ended = {code: time.end for row in rows for code, time in row}
     early = defaultdict[tuple[int, int], float](lambda: -inf)
     for rank, row in enumerate(rows):

@@ -112,7 +112,7 @@ def _holdings(*sizes: Any) -> list[tuple[list[int], set[tuple[int, ...]]]]:
     """
     bound = _schedule(*sizes).draft().bound
     codes, found = bound.codes, []
-    for row in bound.rows:
+    for row in bound.computing:
         now, over = [0] * (2 * codes.stages), set()
         mine = sorted({codes.stage[code] + more for code in row for more in (0, codes.stages)})
         for code in row:

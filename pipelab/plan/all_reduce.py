@@ -84,7 +84,7 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
     return replace(
         bound,
         lists=lists,
-        rows=computing,
+        computing=computing,
         places=places,
         rank_of=rank_of,
         reduces=bound.reduces | {code: list(ranks) for code, ranks in groups.items()},

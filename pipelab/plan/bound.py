@@ -88,8 +88,8 @@ class BoundPlan:
     Attributes:
         codes: the tables that say what a code means.
         lists: per rank, the codes of its legal items, in order, each code once (an `R` once per rank).
-        rows: the same without what does not compute; of a plan that only computes, the same lists.
-        places: per rank, where each code is in the row as written; `None` where code `i` of `rows` is item `i`.
+        computing: the same without what does not compute; of a plan that only computes, the same lists.
+        places: per rank, where each code is in the row as written; `None` where code `i` of `computing` is item `i`.
         pairs: the codes of the forwards that open an overlapped pair.
         rank_of_slot: by slot, the rank that must run the stage for the micro-batch, or -1 if that is not known.
         rank_of: by code, the rank that lists it (the first of several), or -1.
@@ -107,7 +107,7 @@ class BoundPlan:
     rank_of: list[int]
     names_ranks: bool
     lists: list[list[int]] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
+    computing: list[list[int]] = field(default_factory=list)
     places: list[dict[int, int] | None] = field(default_factory=list)
     pairs: set[int] = field(default_factory=set)
     faults: list[Fault] = field(default_factory=list)
@@ -162,7 +162,7 @@ class BoundPlan:
         if moves:
             codes.add(moves)
         else:
-            self.lists = self.rows
+            self.lists = self.computing
         if not self.names_ranks:
             listed = zip(*map(self.ranks_of, codes.per_microbatch), strict=True)
             self.rank_of_slot = [next((rank for rank in ranks if rank != NO_RANK), NO_RANK) for ranks in listed]
@@ -174,7 +174,7 @@ class BoundPlan:
     @property
     def moves(self) -> list[Move]:
         """What does not compute, rank by rank, in order."""
-        if self.lists is self.rows:
+        if self.lists is self.computing:
             return []
         listed = ((rank, code) for rank, row in enumerate(self.lists) for code in row if not self.computes(code))
         return [Move(rank, code, self.codes.action(code)) for rank, code in listed]
@@ -183,9 +183,9 @@ class BoundPlan:
         """Return the same plan with its all-reduces in no row."""
         if not self.reduces:
             return self
-        rows = [[code for code in row if not self.codes.collective[code]] for row in self.rows]
+        rows = [[code for code in row if not self.codes.collective[code]] for row in self.computing]
         places: list[dict[int, int] | None] = [self.placed(rank) for rank in range(len(rows))]
-        return replace(self, rows=rows, places=places, beside=True, walk=None)
+        return replace(self, computing=rows, places=places, beside=True, walk=None)
 
     def placed(self, rank: int) -> dict[int, int]:
         """Return, by code, where it is in a rank's row as written."""
@@ -271,7 +271,7 @@ class BoundPlan:
     def awaited(self) -> dict[int, list[int]]:
         """Return, by code, which moves it waits for: its stage's gather, if it is the first use, and its load."""
         found: dict[int, list[int]] = {}
-        for row in self.lists if self.lists is not self.rows else ():
+        for row in self.lists if self.lists is not self.computing else ():
             there: dict[tuple[int, int], int] = {}
             for code in row:
                 weights, activation = (-1, self.codes.stage[code]), self.what(code)
@@ -338,7 +338,7 @@ class BoundPlan:
         holds, releases, row = self.codes.holds, self.codes.releases, self.lists[rank]
         changes = [holds[code] - releases[code] for code in row]
         counts = list(accumulate(changes))
-        if row is self.rows[rank]:
+        if row is self.computing[rank]:
             return counts
         carried = any(change for code, change in zip(row, changes, strict=True) if not self.computes(code))
         return [
@@ -349,12 +349,12 @@ class BoundPlan:
 
     def index_of(self, rank: int) -> dict[int, int]:
         """Return, by code, its index among a rank's codes."""
-        return {code: index for index, code in enumerate(self.rows[rank])}
+        return {code: index for index, code in enumerate(self.computing[rank])}
 
     def position(self, rank: int, index: int) -> int:
         """Return where the rank's `index`-th code is in its row as written."""
         places = self.places[rank]
-        return index if places is None else places[self.rows[rank][index]]
+        return index if places is None else places[self.computing[rank][index]]
 
     def _bind_updates(self) -> None:
         """Let each `U` need the gradients of its whole group, and the update before it."""
@@ -370,7 +370,7 @@ class BoundPlan:
                 before = microbatch
                 if len(ranks) > 1:
                     action, rank = codes.action(code), self.rank_of[code]
-                    position = self.position(rank, self.rows[rank].index(code))
+                    position = self.position(rank, self.computing[rank].index(code))
                     parts = f"{len(ranks)} ranks have a part of the stage's gradients each"
                     hint = "list updates only for stages that are on one rank"
                     self._refuse(
@@ -413,7 +413,7 @@ class BoundPlan:
         if endless:
             self.faults.append(_endless(rank, row, stages, microbatches))
         self.lists.append(listed)
-        self.rows.append(listed if len(moves) == before[1] else [code for code in listed if self.computes(code)])
+        self.computing.append(listed if len(moves) == before[1] else [code for code in listed if self.computes(code)])
         regular = len(listed) == len(row) and (len(self.pairs), len(moves)) == before
         self.places.append(None if regular else dict(zip(listed, positions, strict=True)))
 

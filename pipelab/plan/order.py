@@ -39,7 +39,7 @@ def traverse(
     bound: BoundPlan, given: Collection[int] = (), excused: Collection[int] = (), atomic_pairs: bool = False
 ) -> Traversal:
     """Walk through a plan."""
-    codes, rows = bound.codes, bound.rows
+    codes, rows = bound.codes, bound.computing
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     pairs = bound.pairs if atomic_pairs else frozenset()
     needs_more = codes.more_needs.keys() | pairs

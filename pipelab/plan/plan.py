@@ -258,7 +258,7 @@ class Plan:
 
         bound, codes = self.bound, self.bound.codes
         graph: networkx.DiGraph[Action] = networkx.DiGraph()
-        names = {code: codes.action(code) for row in bound.rows for code in row}
+        names = {code: codes.action(code) for row in bound.computing for code in row}
         for code, action in names.items():
             where = {"ranks": tuple(bound.reduces[code])} if codes.collective[code] else {"rank": bound.rank_of[code]}
             graph.add_node(action, **where)
@@ -271,7 +271,7 @@ class Plan:
             for giver, value in given:
                 if giver in names:
                     graph.add_edge(names[giver], action, kind="data", value=codes.value_name(value))
-        for row in bound.rows:
+        for row in bound.computing:
             for before, after in pairwise(row):
                 if graph.has_edge(names[before], names[after]):
                     graph.edges[names[before], names[after]]["order"] = True

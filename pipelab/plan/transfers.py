@@ -134,7 +134,7 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
         ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
     found = crossings(bound)
-    rows = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.rows))]
+    rows = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.computing))]
     if bound.postings and order == "pytorch":
         rows = [list(_as_listed(bound, rank, row, runtime)) for rank, row in enumerate(rows)]
     elif order in ("pytorch", "deferred"):
@@ -157,7 +157,7 @@ def crossings(bound: BoundPlan) -> dict[int, Crossing]:
     """Return, by value, what crosses from one rank to another."""
     rank_of = bound.rank_of
     found: dict[int, Crossing] = {}
-    for rank, row in enumerate(bound.rows):
+    for rank, row in enumerate(bound.computing):
         for needer in row:
             for value, giver in bound.inputs(needer):
                 if giver >= 0 and rank_of[giver] != rank:
@@ -227,7 +227,7 @@ def _without_transfers(bound: BoundPlan, rank: int, runtime: Runtime | None) -> 
     gradients after the last of them (`_add_reduce_grad`).
     """
     codes = bound.codes
-    items = list(map(tuple, units(bound.rows[rank], bound.pairs)))
+    items = list(map(tuple, units(bound.computing[rank], bound.pairs)))
     if runtime is None:
         return [("run", item) for item in items]
     made = [0] * codes.stages

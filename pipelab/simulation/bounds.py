@@ -111,7 +111,7 @@ class Work:
         bound, codes = self.plan.bound, self.plan.bound.codes
         for first, change in zip(bound.lists[rank], self.memory.changes(bound, rank), strict=True):
             if change.gradients:
-                own = (code for code in bound.rows[rank] if codes.stage[code] == codes.stage[first])
+                own = (code for code in bound.computing[rank] if codes.stage[code] == codes.stage[first])
                 yield tuple(self.job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
 
     def rooms(self, caps: Sequence[int]) -> list[int]:
@@ -261,7 +261,7 @@ def _times_of(trace: Trace) -> tuple[list[float], list[float], dict[int, float]]
     bound = trace.plan.bound
     lasts = [0.0] * len(bound.codes.kind)
     paired: dict[int, float] = {}
-    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
+    for row, starts, ends in zip(bound.computing, trace.starts, trace.ends, strict=True):
         for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
             lasts[code] = float(f"{end - start:.9g}")
             if code in bound.pairs and starts[index + 1] == start and end > start:
@@ -324,7 +324,7 @@ def _ranks(bound: BoundPlan, code: int) -> tuple[int, ...]:
     """Return what an action occupies: see `Job.ranks`."""
     if not bound.codes.collective[code]:
         return (bound.rank_of[code],)
-    return tuple(rank + len(bound.rows) * bound.beside for rank in bound.reduces[code])
+    return tuple(rank + len(bound.computing) * bound.beside for rank in bound.reduces[code])
 
 
 def _sequences(codes: Codes) -> list[int]:

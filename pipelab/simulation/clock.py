@@ -97,8 +97,8 @@ def simulate(
         begun, ended = _clock(bound, walk.order, lasts, delay, paired)
     return Trace(
         plan,
-        [[begun[code] for code in row] for row in bound.rows],
-        [[ended[code] for code in row] for row in bound.rows],
+        [[begun[code] for code in row] for row in bound.computing],
+        [[ended[code] for code in row] for row in bound.computing],
         cost.unit,
         delay=delay.__getitem__ if any(delay) and not queued else None,
         transfers=transfers,
@@ -162,7 +162,7 @@ def _clock(
 
     needs_more = codes.more_needs.keys() | paired.keys()
     ready = [0.0] * (codes.always + 1)  # by value: when it leaves its giver
-    free = [0.0] * len(bound.rows)  # by rank
+    free = [0.0] * len(bound.computing)  # by rank
     begun = [0.0] * len(lasts)
     ended = [0.0] * len(lasts)
     slot_of: dict[int, float] = {}  # backward of a pair -> start of the slot it shares
@@ -240,7 +240,7 @@ def _lags(bound: BoundPlan, delay: list[float]) -> tuple[list[float], list[float
     if not any(delay):
         return none, none
     first, second = list(none), list(none)
-    for row in bound.rows:
+    for row in bound.computing:
         for code in row:
             value = codes.always if codes.collective[code] else codes.comes[code]
             if value != codes.always and rank_of[bound.giver_of[value]] != rank_of[code]:

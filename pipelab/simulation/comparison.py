@@ -164,7 +164,7 @@ def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Or
 
 def _row(trace: Trace, name: str, bound: float | None) -> Row:
     makespan, peaks, codes = trace.makespan, trace.peak_activations, trace.plan.bound.codes
-    forwards = [sum(codes.forward[code] for code in row) for row in trace.plan.bound.rows]
+    forwards = [sum(codes.forward[code] for code in row) for row in trace.plan.bound.computing]
     peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
     busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
     shares = (peak_share, busy_share)

@@ -185,12 +185,10 @@ def _sent(codes: Codes, giver: int) -> tuple[str, int]:
 def _actions(trace: Trace) -> Iterator[tuple[int, float, float, list[tuple[float, int, bool]]]]:
     """Yield every action but `R`: code, start, end of the one before it, and by input its end, giver, whether away."""
     bound = trace.plan.bound
-    ended = {
-        code: end for row, ends in zip(bound.rows, trace.ends, strict=True) for code, end in zip(row, ends, strict=True)
-    }
-    for rank, row in enumerate(bound.rows):
+    ended = {code: end for rank in range(trace.ranks) for code, _, end in trace.computed(rank)}
+    for rank in range(trace.ranks):
         before = -inf
-        for code, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
+        for code, start, end in trace.computed(rank):
             if not bound.codes.collective[code]:
                 givers = (giver for _, giver in bound.inputs(code))
                 yield code, start, before, [(ended[giver], giver, bound.rank_of[giver] != rank) for giver in givers]
@@ -202,7 +200,7 @@ def _spans(trace: Trace, moved: Spans, between: float) -> Spans:
     bound, spans = trace.plan.bound, Spans(list)
     kind, stage = bound.codes.kind, bound.codes.stage
     since = _since(trace, moved, between) if trace.source == "measured" else {}
-    for row, starts, ends in zip(bound.rows, trace.starts, trace.ends, strict=True):
+    for row, starts, ends in zip(bound.computing, trace.starts, trace.ends, strict=True):
         previous = -1
         for index, (code, start, end) in enumerate(zip(row, starts, ends, strict=True)):
             if previous in bound.pairs and starts[index - 1] == start and end > start:

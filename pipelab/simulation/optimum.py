@@ -293,7 +293,7 @@ class _Program:
         makespan = model.new_int_var(floor(bound / tick * (1 - _ROUNDED)), last, "")
         for end in ends:
             model.add(end <= makespan)
-        begun = dict(zip(chain(*best.plan.bound.rows), chain(*best.starts), strict=True))
+        begun = dict(zip(chain(*best.plan.bound.computing), chain(*best.starts), strict=True))
         for start, job in zip(self.starts, work.jobs, strict=True):
             model.add_hint(start, round(begun[job.codes[0]] / tick))
         model.add_hint(makespan, round(best.makespan / tick))

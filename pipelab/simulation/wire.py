@@ -275,4 +275,4 @@ def _makespan(plan: Plan, low: Lowering, transport: Transport, cost: Cost) -> fl
     if wire.stuck:
         return float("inf")
     _, _, ends = _times(wire, plan, cost)
-    return max((ends[code] for row in plan.bound.rows for code in row), default=0.0)
+    return max((ends[code] for row in plan.bound.computing for code in row), default=0.0)

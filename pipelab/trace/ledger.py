@@ -88,7 +88,7 @@ def _of_rank(trace: Trace, found: Waits, rank: int) -> Iterator[Idle]:
 def _before(trace: Trace, found: Waits, rank: int, index: int, free: float) -> Iterator[Idle]:
     """Yield the idle times before an action, from when its rank was free: each reason lasts until its time."""
     action, start = trace.plan.bound.codes.action, trace.starts[rank][index]
-    needer, begun = action(trace.plan.bound.rows[rank][index]), free
+    needer, begun = action(trace.plan.bound.computing[rank][index]), free
     for reason, time, causes in _reasons(trace, found, rank, index):
         until = min(time, start)
         if until > free:
@@ -106,7 +106,7 @@ def _reasons(trace: Trace, found: Waits, rank: int, index: int) -> list[tuple[Re
     there = max((need.there for need in values), default=-inf)
     if before_slot(trace, rank, index) < 0:
         return [("fill", start, every)]
-    if bound.codes.collective[bound.rows[rank][index]]:
+    if bound.codes.collective[bound.computing[rank][index]]:
         return [("all-reduce", there, values), ("order", start, values)]
     left = [need.transfer.start for need in values if need.transfer]
     return [

@@ -113,7 +113,7 @@ def plan_of(
 def _times_of(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
     """Return every rank's starts or ends, one for each action."""
     listed = [_times(times, f"{key!r}, rank {rank}") for rank, times in enumerate(_field(data, key, list))]
-    counts, rows = [*map(len, listed)], [*map(len, plan.bound.rows)]
+    counts, rows = [*map(len, listed)], [*map(len, plan.bound.computing)]
     if counts != rows:
         raise FormatError(f"{key!r} have {shorten(counts)} times, rank by rank, for {shorten(rows)} actions")
     return listed
@@ -122,7 +122,7 @@ def _times_of(data: dict[str, Any], key: str, plan: Plan) -> list[list[float]]:
 def _transfers(data: dict[str, Any], plan: Plan) -> list[Transfer]:
     """Return the transfers, each between two ranks that list its actions."""
     codes = plan.bound.codes
-    listed = [{codes.action(code) for code in row} for row in plan.bound.rows]
+    listed = [{codes.action(code) for code in row} for row in plan.bound.computing]
     anywhere = set().union(*listed)
     transfers: list[Transfer] = []
     for number, parts in enumerate(_field(data, "transfers", list)):

@@ -79,7 +79,7 @@ class Order:
 
     def __init__(self, trace: Trace, number: Mapping[Name, int]) -> None:
         bound, codes = trace.plan.bound, trace.plan.bound.codes
-        rows = enumerate(bound.rows if bound.pairs else ())
+        rows = enumerate(bound.computing if bound.pairs else ())
         shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
         jobs, self.network = network_of(bound, shared)
         ran = {(each.rank, each.code): (number[name], each) for name, each in listed(trace).items()}
@@ -127,7 +127,7 @@ class Order:
             span = end - sum(times.durations[action] for action in turn), end
             spans |= {(rank, code): span for code in slot}
         starts, ends = (
-            [[spans[rank, code][side] for code in row] for rank, row in enumerate(bound.rows)] for side in (0, 1)
+            [[spans[rank, code][side] for code in row] for rank, row in enumerate(bound.computing)] for side in (0, 1)
         )
         transfers = []
         for sent in trace.transfers:

@@ -96,23 +96,24 @@ class Trace:
         An overlapped pair that was simulated as one slot is two events with the same start and end.
         """
         action = self.plan.bound.codes.action
-        return tuple(
-            Event(rank, action(code), start, end)
-            for rank, (row, starts, ends) in enumerate(zip(self.plan.bound.rows, self.starts, self.ends, strict=True))
-            for code, start, end in zip(row, starts, ends, strict=True)
-        )
+        ranks = range(self.ranks)
+        return tuple(Event(rank, action(code), *times) for rank in ranks for code, *times in self.computed(rank))
 
     def events_of(self, rank: int) -> tuple[Event, ...]:
         """Return one rank's events, in order."""
         return tuple(event for event in self.events if event.rank == rank)
 
+    def computed(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """Yield what a rank computes as codes, each with its start and end."""
+        return zip(self.plan.bound.computing[rank], self.starts[rank], self.ends[rank], strict=True)
+
     def ran(self, rank: int) -> Iterator[tuple[int, float, float]]:
         """Yield what a rank lists as codes, each with its start and end; a move that was not measured takes no time."""
         bound, free = self.plan.bound, self.start
-        computed = iter(zip(self.starts[rank], self.ends[rank], strict=True))
+        computed = self.computed(rank)
         moved = ((event.start, event.end) for event in self.moves if event.rank == rank)
         for code in bound.lists[rank]:
-            start, end = next(computed) if bound.computes(code) else next(moved, (free, free))
+            start, end = next(computed)[1:] if bound.computes(code) else next(moved, (free, free))
             free = end if bound.computes(code) else free
             yield code, start, end
 

@@ -43,7 +43,7 @@ def crossings(bound: BoundPlan, ends: Sequence[Sequence[float]], delay: Callable
     """Return the transfers of a plan: each value that one rank gives and another needs."""
     codes, ended, crossing = bound.codes, _ended(bound, ends), values_between(bound)
     transfers: list[Transfer] = []
-    for rank, row in enumerate(bound.rows):
+    for rank, row in enumerate(bound.computing):
         for code in filter(crossing.__contains__, row):
             giver = bound.giver_of[crossing[code]]
             left = ended[giver]
@@ -74,7 +74,7 @@ def travelled(
     until the rank was idle.
     """
     ended, crossing, found = _ended(bound, ends), values_between(bound), {}
-    for row, *times in zip(bound.rows, starts, ends, arrived, strict=True):
+    for row, *times in zip(bound.computing, starts, ends, arrived, strict=True):
         free = 0.0
         for code, start, end, known in zip(row, *times, strict=True):
             if code in crossing:
@@ -88,13 +88,13 @@ def travelled(
 def waits(trace: Trace) -> list[list[Wait | None]]:
     """Return, for each rank and each of its actions, what it waited for; `None` if it waited for its own rank."""
     found = Waits(trace)
-    return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.rows)]
+    return [[found.of(rank, index) for index in range(len(row))] for rank, row in enumerate(trace.plan.bound.computing)]
 
 
 def critical_path(trace: Trace) -> tuple[Event, ...]:
     """Return the chain of actions that determines the makespan: see `Trace.critical_path`."""
     bound, found = trace.plan.bound, Waits(trace)
-    where = {code: (rank, index) for rank, row in enumerate(bound.rows) for index, code in enumerate(row)}
+    where = {code: (rank, index) for rank, row in enumerate(bound.computing) for index, code in enumerate(row)}
     path: list[Event] = []
     code = max(found.ended, key=found.ended.__getitem__, default=None)
     passed: set[int] = set()  # no trace that was simulated or measured comes twice to an action, but a file may
@@ -107,7 +107,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
         rank, index = where[code]
         path.append(Event(rank, bound.codes.action(code), trace.starts[rank][index], found.ended[code]))
         wait, before = found.of(rank, index), before_slot(trace, rank, index)
-        code = found.culprit(wait) if wait is not None else bound.rows[rank][before] if before >= 0 else None
+        code = found.culprit(wait) if wait is not None else bound.computing[rank][before] if before >= 0 else None
     return tuple(reversed(path))
 
 
@@ -145,7 +145,7 @@ class Waits:
 
     def needs(self, rank: int, index: int) -> list[Wait]:
         """Return all values that an action needs, and the other half of its slot, if it has one."""
-        row, part = self.bound.rows[rank], half(self.trace, rank, index)
+        row, part = self.bound.computing[rank], half(self.trace, rank, index)
         needs = self._arrivals(row[index])
         if part != "whole":  # a slot starts when both of its halves have what they need
             needs += self._arrivals(row[index + (1 if part == "upper" else -1)])
@@ -168,7 +168,7 @@ class Waits:
         if not self.bound.codes.collective[code]:
             moved = [Wait(move, self.ended[move], self.ended[move]) for move in self.awaited.get(code, ())]
             return [self.arrival(value, giver, code) for value, giver in self.bound.inputs(code)] + moved
-        rows = ((rank, self.bound.rows[rank]) for rank in self.bound.reduces[code])
+        rows = ((rank, self.bound.computing[rank]) for rank in self.bound.reduces[code])
         before = ((rank, row, row.index(code) - 1) for rank, row in rows)
         ends = ((row[index], self.trace.ends[rank][index]) for rank, row, index in before if index >= 0)
         return [Wait(code, end, end) for code, end in ends]
@@ -196,10 +196,10 @@ def before_slot(trace: Trace, rank: int, index: int) -> int:
 def _ended(bound: BoundPlan, ends: Sequence[Sequence[float]]) -> dict[int, float]:
     """Return, by code, when an action ended; for an `R`, when it ended on the last of its ranks."""
     ended: dict[int, float] = {}
-    for row, times in zip(bound.rows, ends, strict=True):
+    for row, times in zip(bound.computing, ends, strict=True):
         ended.update(zip(row, times, strict=True))
     for code, ranks in bound.reduces.items() if not bound.beside else ():
-        ended[code] = max(ends[rank][bound.rows[rank].index(code)] for rank in ranks)
+        ended[code] = max(ends[rank][bound.computing[rank].index(code)] for rank in ranks)
     return ended
 
 
@@ -211,7 +211,7 @@ def half(trace: Trace, rank: int, index: int) -> Half:
     pairs = trace.plan.bound.pairs
     if not pairs:
         return "whole"
-    row, starts, ends = trace.plan.bound.rows[rank], trace.starts[rank], trace.ends[rank]
+    row, starts, ends = trace.plan.bound.computing[rank], trace.starts[rank], trace.ends[rank]
     span = starts[index], ends[index]
     if starts[index] < ends[index]:
         if row[index] in pairs and span == (starts[index + 1], ends[index + 1]):

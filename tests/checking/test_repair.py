@@ -156,7 +156,7 @@ def test_the_one_move_is_the_first_that_leaves_the_fewest_ranks_stuck(rows, bloc
     trials, stuck = trials_of(rows, blocked)
     found, move = repair._one_move(trials, stuck)
     assert (found, move.words) == (left, words)
-    before = trials.bound.rows
+    before = trials.bound.computing
     (changed,) = [rank for rank, row in enumerate(move.rows) if row != before[rank]]
     assert words.endswith(f"on rank {changed}")
     assert sorted(move.rows[changed]) == sorted(before[changed])

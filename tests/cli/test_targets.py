@@ -204,7 +204,7 @@ def test_a_file_in_a_folder_and_a_file_with_one_schedule_need_no_more_words(succ
 @pytest.mark.parametrize("name", pipelab.schedules)
 def test_a_schedule_is_found_by_its_name_and_by_its_class(succeeds, name):
     schedule = pipelab.schedules[name](4, 8)
-    actions = sum(map(len, schedule.plan().bound.rows))
+    actions = sum(map(len, schedule.plan().bound.computing))
     for target in (name, type(schedule).__name__, f"pipelab.{type(schedule).__name__}"):
         assert f"{schedule!r} is right: {actions} actions, no fault" in succeeds("check", target)
 

@@ -94,7 +94,7 @@ def _class(kind: str) -> Reference:
 def flat(plan: Plan) -> list[tuple[Action, ...]]:
     """Return a plan's rows with each overlapped pair as its forward, then its backward, as PyTorch runs it."""
     codes = plan.bound.codes
-    return [tuple(map(codes.action, row)) for row in plan.bound.rows]
+    return [tuple(map(codes.action, row)) for row in plan.bound.computing]
 
 
 # ── The comparison ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -86,7 +86,7 @@ def test_each_step_of_a_cycle_waits_for_the_next(plan, data):
     action = {str(each): each for each in graph}
     places = {
         (rank, str(each)): at
-        for rank, row in enumerate(mixed.bound.rows)
+        for rank, row in enumerate(mixed.bound.computing)
         for at, each in enumerate(map(mixed.bound.codes.action, row))
     }
     for fault in (fault for fault in faults if fault.cycle):

@@ -273,7 +273,7 @@ def test_the_page_knows_the_needs_the_waits_and_the_idle_times_of_the_plan(opene
     gives = of_each("models[0].gives(each).map(at => models[0].name(at))")
     waited = of_each("(w => w && [models[0].name(w[0]), w[1]])(models[0].waited(each))")
     expected = itertools.chain(*waits(trace))
-    for at, (code, wait) in enumerate(zip(itertools.chain(*bound.rows), expected, strict=True)):
+    for at, (code, wait) in enumerate(zip(itertools.chain(*bound.computing), expected, strict=True)):
         if bound.codes.kind[code] != "R":
             assert sorted(needs[at]) == sorted(str(named(giver)) for _, giver in bound.inputs(code))
         assert all(names[at] in gives[names.index(giver)] for giver in needs[at])

@@ -97,7 +97,7 @@ def test_every_node_is_an_action_or_a_transfer_of_the_plan(name, tmp_path):
         assert all(need < node.id for node in nodes for need in node.data_deps)
         assert not any(attributes(node)["is_cpu_op"] for node in nodes)
         computed = [node for node in nodes if node.type == COMP]
-        row = [str(plan.bound.codes.action(code)) for code in plan.bound.rows[rank]]
+        row = [str(plan.bound.codes.action(code)) for code in plan.bound.computing[rank]]
         assert [node.name for node in computed] == row
         assert [node.duration_micros for node in computed] == [round(length[word]) for word in row]
         for before, after in pairwise(computed):

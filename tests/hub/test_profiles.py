@@ -69,7 +69,7 @@ def moved(data, milliseconds):
 def order(plan):
     """Return each rank's actions, without the all-reduces that PyTorch labels for every stage."""
     action = plan.bound.codes.action
-    return [[str(action(code)) for code in row if action(code).kind != "R"] for row in plan.bound.rows]
+    return [[str(action(code)) for code in row if action(code).kind != "R"] for row in plan.bound.computing]
 
 
 # What a profile shows

@@ -87,7 +87,7 @@ def test_a_forward_takes_up_an_activation_that_its_backward_releases():
 
 @given(catalogue_plans())
 def test_a_route_names_the_ranks_that_a_micro_batch_visits(plan):
-    for rank, row in enumerate(plan.bound.rows):
+    for rank, row in enumerate(plan.bound.computing):
         for action in map(plan.bound.codes.action, row):
             if action.microbatch is not None:
                 assert plan.bound.route(action.microbatch)[action.stage] == rank
@@ -123,9 +123,9 @@ def test_a_further_need_is_a_need_for_every_reader_of_the_plan(kind, microbatch,
     codes.require(needer, needed)
     assert codes.needs(needer)[-1] == needed
     assert needer in codes.needers(needed)
-    (giver,) = set(codes.givers(needed)) & set(plan.bound.rows[0])
+    (giver,) = set(codes.givers(needed)) & set(plan.bound.computing[0])
     assert plan.graph().has_edge(codes.action(giver), codes.action(needer))
-    row = plan.bound.rows[0]
+    row = plan.bound.computing[0]
     right = row.index(giver) < row.index(needer)
     found = pipelab.check(plan)
     assert (not found) == right

@@ -65,7 +65,7 @@ def test_every_lowered_row_has_its_plans_actions_and_each_transfer_twice(name, o
     plan = near(name, 3, 5)
     found = lower(plan, order=order)
     low = lowered(plan.bound, found.order, found.values)
-    assert [[code for word, item in row if word == "run" for code in item] for row in low.rows] == plan.bound.rows
+    assert [[code for word, item in row if word == "run" for code in item] for row in low.rows] == plan.bound.computing
     both = sorted(value for values in Wire(low, "rank").queues.values() for value in values)
     assert both == sorted([*low.crossings, *low.crossings])
     for row in low.rows:

@@ -62,7 +62,7 @@ def agrees(seed):
     if used is None:
         return bool(pipelab.check(plan))
     found = {}
-    for rank, row in enumerate(plan.bound.rows):
+    for rank, row in enumerate(plan.bound.computing):
         for code, versions in zip(row, plan.bound.versions(rank), strict=True):
             action = plan.bound.codes.action(code)
             if action.kind == "F":

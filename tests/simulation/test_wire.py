@@ -128,7 +128,7 @@ def test_a_pair_as_one_slot_waits_for_both_receives():
     plan = schedules["dualpipev"](2, 4).plan()
     trace = simulate(plan, Cost(pair=3, per="stage"), transport="rank")
     codes = plan.bound.codes
-    for row, starts in zip(plan.bound.rows, trace.starts, strict=True):
+    for row, starts in zip(plan.bound.computing, trace.starts, strict=True):
         for at, code in enumerate(row):
             if code in plan.bound.pairs:
                 both = {str(codes.action(code)), str(codes.action(row[at + 1]))}

@@ -35,7 +35,7 @@ def shaken(trace, seed, share=0.3):
     rows = [[[0.0] * len(row) for row in trace.starts] for _ in range(2)]
     for name, ran in listed(trace).items():
         for side, time in zip(rows, begun[number[name]], strict=True):
-            side[ran.rank][trace.plan.bound.rows[ran.rank].index(ran.code)] = time
+            side[ran.rank][trace.plan.bound.computing[ran.rank].index(ran.code)] = time
     codes, moved = trace.plan.bound.codes, []
     for each in trace.transfers:
         giver, needer = codes.code(each.giver), codes.code(each.needer)

@@ -280,7 +280,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
                 "peak": trace.peak_activations[rank],
                 "lane": trace.lanes[rank] if rank < len(trace.lanes) else "",
             }
-            for rank, row in enumerate(bound.rows)
+            for rank, row in enumerate(bound.computing)
         ],
     }
 
@@ -303,7 +303,7 @@ def _row(
     long it took), its `lags` (how long the value from another rank travelled), and the way to the action that it
     `waited` for, 0 if to none. `behind` says in words behind which transfer the value stood.
     """
-    codes, row, giver_of = found.bound.codes, found.bound.rows[rank], found.bound.giver_of
+    codes, row, giver_of = found.bound.codes, found.bound.computing[rank], found.bound.giver_of
     sorts: dict[tuple[Kind, int, int, tuple[int, ...]], str] = {}
     order = []
     for code in row:

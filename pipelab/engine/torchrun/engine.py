@@ -93,7 +93,7 @@ class TorchEngine(Engine):
             for stage, home in enumerate(route)
             if home == rank
         }
-        self._row = [plan.bound.codes.action(code) for code in plan.bound.rows[rank]]
+        self._row = [plan.bound.codes.action(code) for code in plan.bound.computing[rank]]
         self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
         self._metas: dict[str, dict[Shapes, list[ValueMeta]]] = {}
         self._clock = Clock()

@@ -217,7 +217,7 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock)
         state.outputs = _outputs(group, holders, step)
         return state, bool(gathered(torch.tensor(bool(step.streams.drew)), group).any())
     moves = Counter(move.rank for move in plan.bound.moves)
-    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.rows))
+    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.computing))
     own = torch.zeros(3 * longest + plan.microbatches + 2, dtype=torch.int64)
     for number, numbers in enumerate((*_times(step, clock), step.waited)):
         own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
@@ -227,7 +227,7 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock)
     _set_losses(step.loss, found[:, 3 * longest : -1], holders, stream.runs_on.device)
     table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
     ranks, waited = [], []
-    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.rows, table, strict=True)):
+    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.computing, table, strict=True)):
         length, last = len(codes), len(codes) + moves[rank]
         beside: list[Sequence[Any]] = list(zip(starts[length:last], ends[length:last], strict=True))
         ranks.append(RankState(rank, (), stream, {}, starts[:length], ends[:length], beside))

@@ -135,7 +135,7 @@ def _transport(backend: str) -> Transport:
 
 def _require_runnable(plan: Plan, stages: Stages, settings: Settings) -> None:
     """Refuse what does not run in processes, before any of them waits for another one."""
-    for rank, row in enumerate(plan.bound.rows):
+    for rank, row in enumerate(plan.bound.computing):
         if not row:
             raise EngineError(
                 f"rank {rank} of {plan.ranks} has no action, and PyTorch's runtime needs one on every rank\n"
@@ -322,7 +322,7 @@ def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
 def warn_of_one_queue(plan: Plan) -> None:
     """Warn if a plan takes longer where all sends and receives of a rank wait in one queue."""
     action = plan.bound.codes.action
-    apart = plan.with_rows([map(action, row) for row in plan.bound.rows])  # a pair is its forward, then its backward
+    apart = plan.with_rows(map(action, row) for row in plan.bound.computing)  # a pair is its forward, then its backward
     one = simulate(apart, transport="rank").makespan
     several = simulate(apart, transport="pair").makespan
     if one > 1.01 * several:

@@ -112,7 +112,7 @@ def assert_runs(plan):
     """Assert that every rank computes in the plan's order, and that all ranks make the same transfers in one order."""
     both = [ran(plan, rank) for rank in range(plan.ranks)]
     action = plan.bound.codes.action
-    for (computed, _), row in zip(both, plan.bound.rows, strict=True):
+    for (computed, _), row in zip(both, plan.bound.computing, strict=True):
         assert computed == list(map(action, row))
     for one in range(plan.ranks):
         for other in range(one):

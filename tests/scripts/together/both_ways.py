@@ -33,5 +33,5 @@ for schedule in (DualPipe(4, 8), Chimera(4, 4), BitPipe(4, 4)):
         forward=float((forward - output).abs().max()),
         verified=proof.largest_difference,
         order=[str(event.action) for event in step.trace.events if event.rank == rank]
-        == [str(plan.bound.codes.action(code)) for code in plan.bound.rows[rank]],
+        == [str(plan.bound.codes.action(code)) for code in plan.bound.computing[rank]],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,6 +181,7 @@ class Pipeline:
         self._running = False
         here = self.engine.stage_devices[min(self.engine.local_stages)]
         self._nothing = nn.Parameter(torch.empty(0, device=here))  # for an optimizer where no parameter learns
+        self._warned_of_nan = False
         self._warned = False  # of a loss that does not average over rows: once is enough
 
     def step(self, x: Any = None, y: Any = None, scaler: torch.amp.GradScaler | None = None) -> Step:
@@ -223,10 +225,18 @@ class Pipeline:
             if own[-1] is self._nothing:
                 self._nothing.grad = torch.zeros_like(self._nothing)  # a scaler refuses an optimizer without gradients
             self.engine.share_overflow(own, scale)
+        total = loss.total()
+        if not self._warned_of_nan and total.device.type == "cpu" and not math.isfinite(total):
+            self._warned_of_nan = True
+            warnings.warn(
+                f"the loss of this step is {float(total):g}\n"
+                "  try: Pipeline(..., watch_nan=True), whose step names the first action that makes NaN or infinity",
+                stacklevel=2,
+            )
         if not self._warned:
             self._warned = True
             warn_of_another_average(loss, self.reduction, lambda: self._pair(state, loss))
-        return Step(loss.total(), state, self.plan, tuple(self.engine.labels))
+        return Step(total, state, self.plan, tuple(self.engine.labels))
 
     def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
@@ -318,17 +328,29 @@ class Pipeline:
             finally:
                 self._running = False
 
-    def verify(self, x: Any = None, y: Any = None) -> Verification:
+    def verify(
+        self, x: Any = None, y: Any = None, *, against: Literal["batch", "microbatches"] = "batch"
+    ) -> Verification:
         """Check that the pipeline's gradients equal the plain model's; return by how much they differ.
 
         Gradients, buffers, random state and the batch are restored afterwards. Every process runs the whole batch. A
         process without `x` or `y` gets it from another.
 
+        Args:
+            x: the batch, as `step` takes it.
+            y: the targets.
+            against: `"batch"`: compare with the same micro-batches one after another, and with the whole batch at once.
+                `"microbatches"`: with the micro-batches only, for a loss that is meant to be another one for each of
+                them, such as an auxiliary loss that balances experts.
+
         Raises:
-            VerificationError: naming the parameter and the micro-batch that differ first.
+            VerificationError: naming the parameter and the micro-batch that differ first, or why the whole batch has
+                other gradients.
+            UsageError: if `against` has another value.
         """
+        _require_one_of(["batch", "microbatches"], against=against)
         with self.engine.frozen():
-            return verify(self._assembly, x, y)
+            return verify(self._assembly, x, y, at_once=against == "batch")
 
     def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
         """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.

@@ -16,6 +16,14 @@ from pipelab.plan.actions import Action
 from pipelab.plan.fault import students_line
 
 PARTIAL = "gradients are partial now: zero_grad() before the next step"
+_USED = (
+    "another backward has been through this stage's graph: a tensor with a history that the stage left on a module, "
+    "such as self.aux, was read by the loss, by another stage, or in another micro-batch"
+)
+_RETURN_IT = (
+    "  try: return it beside the output, as in (h, aux), so that it passes from stage to stage to loss_fn; or leave "
+    "aux.detach() there"
+)
 _OUT_OF_MEMORY = (
     "\n  try: more micro-batches of fewer rows each, a schedule with a lower peak of activations (1F1B has a lower one "
     "than GPipe; pipelab.compare shows the peaks), or more ranks"
@@ -33,6 +41,8 @@ def stage_error(error: BaseException, action: Action, rank: int, runs_on: RankDe
         fact = f"{type(error).__name__}: {error}"
         more = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         more += f"\n  at {students_line(error)}"
+    if "backward through the graph a second time" in fact:  # PyTorch's words would send readers to retain_graph
+        fact, more = _USED, f"\n{_RETURN_IT}"
     if isinstance(error, torch.OutOfMemoryError):
         # A traceback holds the local variables of every function in it, and with them activations of this step.
         traceback.clear_frames(error.__traceback__)

@@ -39,7 +39,7 @@ def take_apart(value: object, whole: tuple[type, ...] = ()) -> tuple[list[Any], 
     return pytree.tree_flatten(opened(value), (lambda each: isinstance(each, whole)) if whole else None)
 
 
-def named_leaves(value: object, whole: tuple[type, ...]) -> list[tuple[str, Any]]:
+def named_leaves(value: object, whole: tuple[type, ...] = ()) -> list[tuple[str, Any]]:
     """Return the leaves of a value, each with its place, as in `["mask"]`; objects of `whole` are leaves too."""
     leaves, _ = pytree.tree_flatten_with_path(opened(value), lambda each: isinstance(each, whole))
     return [(pytree.keystr(path).replace("'", '"'), leaf) for path, leaf in leaves]

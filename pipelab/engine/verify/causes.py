@@ -263,6 +263,8 @@ _NOISE = "look for noise that is added to gradients, and for dropout that the mo
 _BACK = "look for a detach(), or for the gradient of another micro-batch, on the way back between them"
 _OWN = "look for what is done to their .grad alone, and to what their backward has saved"
 
+_ONE_BY_ONE = "pipe.verify(x, y, against='microbatches'), if each micro-batch is to have its own"
+
 CAUSES = {
     # one factor of all gradients
     "times-microbatches": Cause(hint="divide each micro-batch's loss by {microbatches}, once"),
@@ -341,14 +343,59 @@ CAUSES = {
         "y.view({shape})",
     ),
     "rows-mixed": Cause(
-        "{} is right, so reduction={} is right: but {} and the layers before it have other gradients than with the "
-        "whole batch",
-        "look, from there to the loss, for a branch on values, or for a mean or another statistic of several rows",
+        "outputs and losses are equal: but {} and the layers before it have other gradients than with the whole batch",
+        "look, from there to the loss, for a hook, or for an autograd function whose backward branches on values",
     ),
     "reduction": Cause(
-        "reduction is {}; it must say how loss_fn averages over rows",
-        "reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch. If it is "
-        "right, look for a stage that computes a micro-batch differently from the whole batch",
+        "reduction is {}, which weighs the micro-batches {}, and in loss_fn of the whole batch they weigh {}",
+        "reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch",
+    ),
+    # what `verify` tries out, if the loss or the model is no sum over rows
+    "pairs-of-rows": Cause(
+        "loss_fn compares rows with each other: one row alone has no gradient, and a micro-batch has fewer pairs",
+        f"{_ONE_BY_ONE}; or one micro-batch, or earlier rows without gradients to compare with",
+    ),
+    "loss-of-several-rows": Cause(
+        "loss_fn of the whole batch is no weighted sum of the micro-batches': it takes a statistic of several rows, as "
+        "an auxiliary loss does that balances experts",
+        f"{_ONE_BY_ONE}; or a loss that is a mean or a sum over rows",
+    ),
+    "state-between-calls": Cause(
+        "{} changes in a forward, and with it the next output: micro-batches are several calls, the whole batch is one",
+        f"update it once a step, after the last backward; or {_ONE_BY_ONE}",
+    ),
+    "sequence-first": Cause(
+        "x is cut along dimension {}, and the model is right for parts of it along dimension {}{}",
+        "Pipeline(..., batch_dim=1), if x is [tokens, rows, ...]; batch_first=True, if it is [rows, tokens, ...]",
+    ),
+    "not-by-rows": Cause(
+        "rows of the output depend on other rows of {}: part of it means something else than all of it",
+        "pipelab.whole(...) around what every micro-batch needs all of, such as a mask; or "
+        "pipelab.microbatches([...]), each with its own offsets",
+    ),
+    "auxiliary-output": Cause(
+        "{} depends on the other rows of its micro-batch, and {} does not: an auxiliary loss, as one that balances "
+        "experts, is another one for each micro-batch",
+        _ONE_BY_ONE,
+    ),
+    "branch": Cause(
+        "{} has other values for the same rows in the whole batch, and does not follow small changes of its other "
+        "rows: it branches on values",
+        "a decision for each row, such as torch.where",
+    ),
+    "statistic": Cause(
+        "{} is the first layer that gives the same rows other values in the whole batch: a mean or another statistic "
+        "of several rows",
+        f"a statistic of each row; or {_ONE_BY_ONE}",
+    ),
+    "loss-beside": Cause(
+        "the loss depends on {}, beside the model's output, and is no weighted sum over micro-batches",
+        f"return it with the output, so that it passes through the stages; {_ONE_BY_ONE}",
+    ),
+    "injected": Cause(
+        "{} adds a gradient in the backward that is not the loss's: as much for each of the {microbatches} "
+        "micro-batches as for the whole batch",
+        f"multiply it by the micro-batch's share of the batch, 1/{{microbatches}}; then {_ONE_BY_ONE}",
     ),
     "not-finite-at": Cause(
         "micro-batch {} is the first that makes one{}",
@@ -365,7 +412,7 @@ def finding(code: str, *found: object, factor: float | None = None, microbatches
 
 def said(code: str, *found: object, **more: object) -> str:
     """Return a cause of the table and what to try, as the lines of an error."""
-    words, hint = CAUSES[code].words.format(*found), CAUSES[code].hint.format(**more)
+    words, hint = CAUSES[code].words.format(*found, **more), CAUSES[code].hint.format(**more)
     return (f"  {words}\n" if words else "") + f"  try: {hint}"
 
 

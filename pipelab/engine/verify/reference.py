@@ -255,7 +255,7 @@ class Trial:
                 parameter.grad = None
         if self.reduction is None:
             join_all = partial(join_outputs, counts=self.rows, dim=self.batch_dim)
-            shares = _shares(self.loss_fn, outputs, targets, join(targets, ways_of(y, self.batch_dim)), join_all)
+            shares = shares_of(self.loss_fn, outputs, targets, join(targets, ways_of(y, self.batch_dim)), join_all)
         else:
             shares = weights_of(self.reduction, self.rows, targets)
         for gradients, share in zip(alone, shares, strict=True):
@@ -300,7 +300,11 @@ class Trial:
         return map_tensors(lambda tensor: tensor.float() if tensor.dtype in self.types else tensor, output)
 
 
-def _shares(
+class NoSumError(LossError):
+    """The loss of a batch is no weighted sum of its micro-batches' losses."""
+
+
+def shares_of(
     loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any, join_all: Callable[[list[Any]], Any]
 ) -> list[float]:
     """Return each micro-batch's weight in the loss of the whole batch.
@@ -309,10 +313,10 @@ def _shares(
     """
     outputs = [map_tensors(_leaf, output) for output in outputs]
     leaves = [[tensor for tensor in tensors_of(output) if tensor.requires_grad] for output in outputs]
-    alone = [_slopes(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
+    alone = [slopes_of(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
     try:
         with torch.enable_grad():
-            at_once = _slopes(loss_fn, join_all(outputs), y, [*chain.from_iterable(leaves)])
+            at_once = slopes_of(loss_fn, join_all(outputs), y, [*chain.from_iterable(leaves)])
     except Exception as error:
         raise LossError(
             f"the loss of all micro-batches' outputs, joined, raised {type(error).__name__}: {error}\n"
@@ -324,7 +328,7 @@ def _shares(
         shares.append(float(whole @ own / (own @ own)) if whole.any() else 0.0)
         rest += float((whole - shares[-1] * own).norm()) if shares[-1] else 0.0
     if rest > max(_OF_A_LOSS, rounding_of(slope.dtype for slope in at_once)) * float(_flat(at_once).norm()):
-        raise LossError(
+        raise NoSumError(
             "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
             "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
         )
@@ -335,7 +339,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
-def _slopes(loss_fn: LossFunction, output: Any, target: Any, along: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def slopes_of(loss_fn: LossFunction, output: Any, target: Any, along: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the gradients of a loss by some tensors."""
     with torch.enable_grad():
         return torch.autograd.grad(loss_of(loss_fn, output, target).of(0, output), along, materialize_grads=True)

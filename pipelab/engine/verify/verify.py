@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 
 from pipelab.engine.engine import Assembly
 from pipelab.engine.model.traced import call
-from pipelab.engine.stage.batch import weights_of
+from pipelab.engine.stage.batch import join, join_outputs, split_batch, weights_of
 from pipelab.engine.stage.errors import in_short
 from pipelab.engine.stage.inputs import unmarked
-from pipelab.engine.stage.pytree import map_tensors, tensors_of
+from pipelab.engine.stage.pytree import described, map_tensors, named_leaves, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
+from pipelab.engine.stage.split_backward import custom_functions
 from pipelab.engine.stage.streams import StepStreams
 from pipelab.engine.verify.causes import said
 from pipelab.engine.verify.reference import (
@@ -25,13 +26,17 @@ from pipelab.engine.verify.reference import (
     NEARBY,
     OTHERWISE,
     Gradients,
+    NoSumError,
     Reference,
-    least_of,
     listed,
+    loss_of,
     moved,
     nearby_weights,
     relative,
     rounding_of,
+    shares_of,
+    shown,
+    slopes_of,
     unproven_of,
 )
 from pipelab.errors import VerificationError
@@ -71,7 +76,7 @@ class Verification:
         largest_difference: the largest difference of a parameter's gradient, in the 2-norm, relative to what the
             micro-batches add to it: the sum of the norms of their gradients.
         whole_batch_difference: the largest difference of a parameter's gradient from the whole batch's, in the
-            2-norm, relative to the gradient itself; `None` if something is unproven.
+            2-norm, relative to the gradient itself; `None` if it was not asked for, or something is unproven.
         unproven: what cannot be verified, such as dropout.
         idle: the parameters that got no gradient, in the pipeline and in plain training alike.
         compared: whether the gradients could be compared. If they differ, and the model draws random numbers in another
@@ -226,8 +231,8 @@ class _Comparison:
         return added
 
 
-def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
-    """Compare a pipeline's gradients with plain training's, one micro-batch after another."""
+def verify(pipe: Assembly, x: Any, y: Any, *, at_once: bool) -> Verification:
+    """Compare a pipeline's gradients with plain training's: one micro-batch after another, and the batch at once."""
     x, y = pipe.engine.share_batch(x, y)
     with pipe.engine.full_model(), restored(pipe.modules, [x, y]) as rewind, _as_in_the_workers(pipe):
         for runner in pipe.engine.runners.of.values():
@@ -239,10 +244,10 @@ def verify(pipe: Assembly, x: Any, y: Any) -> Verification:
         apart = [_state_apart(pipe, stage, modules[stage], noted) for stage, noted in before.items()]
         pipe.engine.gather_gradients()
         both = _Comparison(pipe, x, y, _reference_of(pipe, x, y), rewind)
-        return _compared(both, Gradients.of(both.plain.parameters), next(filter(None, apart), ""))
+        return _compared(both, Gradients.of(both.plain.parameters), next(filter(None, apart), ""), at_once=at_once)
 
 
-def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
+def _compared(both: _Comparison, ours: Gradients, apart: str, *, at_once: bool) -> Verification:
     """Compare the gradients of a step; `apart` is what each rank of a replicated stage has for itself."""
     pipe, plain = both.pipe, both.plain
     both.rewind()
@@ -268,7 +273,7 @@ def _compared(both: _Comparison, ours: Gradients, apart: str) -> Verification:
         raise VerificationError(f"{seen}\n{_explanation(both)}")
     unproven = unproven_of(pipe.stages.model, draws)
     whole = _Whole()
-    if not unproven:
+    if at_once and not unproven:
         with _on_all_processes(pipe):
             whole = _at_once(both, sums)
     unproven += (*whole.unproven, *filter(None, [pipe.engine.first_message(apart)]))  # others may hold other stages
@@ -345,12 +350,12 @@ def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
         return _Whole(unproven=("the micro-batches were cut before: there is no whole batch to compare with",))
     both = replace(both, x=unmarked(both.x), y=unmarked(both.y))
     try:
-        difference, wrong = _difference_at_once(both, sums)
+        difference, is_wrong = _difference_at_once(both, sums)
     except Exception as error:
         if not isinstance(both.pipe.stages.model, nn.ModuleList):
             raise
         return _Whole(unproven=(f"the stages, given as a list, do not take the whole batch ({in_short(error)})",))
-    if not wrong:
+    if not is_wrong:
         return _Whole(difference)
     difference, wrong = _nearby(both)
     if wrong:
@@ -360,24 +365,21 @@ def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
 
 def _nearby(both: _Comparison) -> tuple[float, str]:
     """Compare with the whole batch with some other weights; return what most of these comparisons say."""
-    looks = {True: list[tuple[float, str]](), False: list[tuple[float, str]]()}
+    looks = {True: list[float](), False: list[float]()}
     for seed in range(NEARBY):
         with nearby_weights(both.pipe.stages.modules, seed, max(_MOVE, 4 * both.allowed_of_the_batch)):
             both.rewind()
             sums = both.plain.gradients()
             both.rewind()
-            look = _difference_at_once(both, sums)
-        looks[bool(look[1])].append(look)
-        if len(looks[bool(look[1])]) > NEARBY // 2:
-            break
-    return max(looks.values(), key=len)[0]
+            difference, why = _difference_at_once(both, sums)
+            looks[bool(why)].append(difference)
+            if len(looks[bool(why)]) > NEARBY // 2:
+                return difference, why() if why else ""
+    raise AssertionError("of an odd number of looks, most agree")
 
 
-def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]:
-    """Compare with the whole batch, with the weights as they are; if the difference is too large, say why.
-
-    Then the loss does not average as `reduction` says, or a stage computes something else of a part of the batch.
-    """
+def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, Callable[[], str] | None]:
+    """Compare with the whole batch, with the weights as they are; if they differ too much, return what says why."""
     forward = partial(_through_model, both.pipe)
     at_once = replace(both.plain, forward=forward, rows=[both.x], targets=[both.y], weights=[1.0])
     output = at_once.run()
@@ -386,20 +388,26 @@ def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, str]
     name = max(off, key=off.__getitem__)
     wrong = [parameter for parameter, difference in off.items() if not difference <= both.allowed_of_the_batch]
     if not wrong:
-        return off[name], ""
+        return off[name], None
     fact = (
         f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
         f"{name} differs by {off[name]:.1e} (2-norm, relative to the sum), with slightly different weights too"
     )
-    return off[name], f"{fact}\n{_of_the_batch(both.pipe, output, both.y, _right_behind(wrong, sums), wrong[-1])}"
+    return off[name], lambda: f"{fact}\n{_why_at_once(both, output, wrong[-1])}"
 
 
-def _of_the_batch(pipe: Assembly, output: Any, y: Any, right: str, wrong: str) -> str:
-    """Return why the whole batch has other gradients; a wrong reduction would make those wrong that are right."""
-    reduction = repr(pipe.reduction) if isinstance(pipe.reduction, str) else "a function"
-    if _spreads(pipe, output, y):
-        return said("spread", list(output.shape), list(y.shape), shape=str(list(output.shape))[1:-1])
-    return said("rows-mixed", right, reduction, wrong) if right else said("reduction", reduction)
+def _why_at_once(both: _Comparison, output: Any, wrong: str) -> str:
+    """Return why the whole batch has other gradients: the first cause of `_LOOKS` that finds something."""
+    if _spreads(both.pipe, output, both.y):
+        return said("spread", list(output.shape), list(both.y.shape), shape=str(list(output.shape))[1:-1])
+    plain = replace(both.plain, forward=partial(_through_model, both.pipe))
+    tried = _AtOnce(both.pipe, both.x, both.y, plain, both.rewind)
+    for code, look in _LOOKS.items():
+        with suppress(Exception):  # a model, or a loss, that does not take what is tried
+            if found := look(tried):
+                words = found if isinstance(found, (tuple, list)) else [found]
+                return said(code, *words, microbatches=len(plain.rows))
+    return said("rows-mixed", wrong)
 
 
 def _spreads(pipe: Assembly, output: Any, y: Any) -> bool:
@@ -421,11 +429,199 @@ def _spreads(pipe: Assembly, output: Any, y: Any) -> bool:
     return torch.allclose(before, after, rtol=1e-4)
 
 
-def _right_behind(wrong: list[str], sums: Gradients) -> str:
-    """Return a parameter nearer to the loss than the wrong ones, large enough to be measured against itself."""
-    names, norms = list(sums), sums.norms
-    behind = names[names.index(wrong[-1]) + 1 :]
-    return next((name for name in behind if norms[name] > least_of(norms)), "")
+# ── Why has the whole batch other gradients? ──────────────────────────────────────────────────────────────────────────
+
+
+class _AtOnce(_Comparison):
+    """What the model makes of the batch at once, and of its micro-batches."""
+
+    def out(self, given: Any) -> Any:
+        self.rewind()
+        with self.plain.around(), torch.no_grad():
+            return map_tensors(torch.clone, self.plain.forward(given))
+
+    @cached_property
+    def whole(self) -> Any:
+        return self.out(self.x)
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        return [*map(self.out, self.plain.rows)]
+
+    @cached_property
+    def odd(self) -> list[bool]:
+        """For each tensor of the output, whether the micro-batches make another than the whole batch."""
+        return self.unlike(self.joined(self.parts), self.whole)
+
+    @cached_property
+    def cut(self) -> dict[int, int]:
+        """For each leaf of `x` that is cut, the dimension of its rows."""
+        leaves = zip(*(take_apart(value)[0] for value in (self.x, self.plain.rows[0])), strict=True)
+        shapes = (
+            (i, zip(one.shape, other.shape, strict=True))
+            for i, (one, other) in enumerate(leaves)
+            if torch.is_tensor(one)
+        )
+        found = {i: [dim for dim, (whole, part) in enumerate(sizes) if whole != part] for i, sizes in shapes}
+        return {i: dims[0] for i, dims in found.items() if dims}
+
+    def joined(self, outputs: list[Any]) -> Any:
+        return join_outputs(outputs, self.counts, self.pipe.cut.batch_dim)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many rows each micro-batch has."""
+        leaf, dim = next(iter(self.cut.items()))
+        return [take_apart(rows)[0][leaf].shape[dim] for rows in self.plain.rows]
+
+    def first_rows(self, value: Any) -> Any:
+        """Return the first micro-batch's rows of an output."""
+        dim, rows = self.pipe.cut.batch_dim, sum(self.counts)
+        return map_tensors(
+            lambda each: each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0]),
+            value,
+        )
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Each micro-batch's weight in the loss of the batch; none if that is no weighted sum."""
+        try:
+            return shares_of(self.pipe.loss_fn, self.parts, [*self.plain.targets], self.y, self.joined)
+        except NoSumError:
+            return []
+
+    def unlike(self, ours: Any, theirs: Any) -> list[bool]:
+        """Return, for each tensor of two values, whether they differ by more than rounding."""
+        return [
+            one.shape != other.shape or float((one - other).norm()) > self.allowed_of_the_batch * float(other.norm())
+            for one, other in zip(*(map(_double, tensors_of(value)) for value in (ours, theirs)), strict=True)
+        ]
+
+    def feels(self, index: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+        """Return whether outputs of the first micro-batch's rows change with the later rows of a leaf of `x`."""
+        leaves, spec = take_apart(self.x)
+        first, later, last = leaves[index].split([self.counts[0], sum(self.counts[1:]) - 1, 1], self.cut[index])
+        leaves[index] = torch.cat([first, change(later, last), last], self.cut[index])
+        return any(self.unlike(*map(self.first_rows, (self.out(rebuild(leaves, spec)), self.whole))))
+
+    @cached_property
+    def backwards(self) -> tuple[list[str], list[Gradients]]:
+        """Autograd functions that are not PyTorch's; the gradients of the loss, by way of the output alone, of 0."""
+        self.rewind()
+        found = list[Gradients]()
+        with self.plain.around(), torch.enable_grad():
+            output = self.plain.forward(self.x)
+            value = loss_of(self.pipe.loss_fn, output, self.y).of(0, output)
+            ends = [each for each in tensors_of(output) if each.requires_grad]
+            slopes = torch.autograd.grad(value, ends, retain_graph=True, materialize_grads=True)
+            for outputs, starts in (([value], None), (ends, slopes), (ends, [*map(torch.zeros_like, ends)])):
+                torch.autograd.backward(outputs, starts, retain_graph=True)
+                found.append(Gradients.of(self.plain.parameters))
+                for parameter in self.plain.parameters.values():
+                    parameter.grad = None
+        return [*custom_functions(ends)], found
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
+
+
+def _pairs(e: _AtOnce) -> bool:
+    rows = [1, e.counts[0] - 1]
+    output, target = (split_batch(each, rows, e.pipe.cut.batch_dim)[0] for each in (e.parts[0], e.plain.targets[0]))
+    output = map_tensors(lambda each: each.clone().requires_grad_(each.is_floating_point()), output)
+    slopes = slopes_of(e.pipe.loss_fn, output, target, [each for each in tensors_of(output) if each.requires_grad])
+    return not (e.shares or any(bool(each.nan_to_num().any()) for each in slopes))
+
+
+def _reduction(e: _AtOnce) -> tuple[str, ...]:
+    reduction = repr(e.pipe.reduction) if isinstance(e.pipe.reduction, str) else "a function"
+    both = zip(e.shares, e.plain.weights, strict=True)
+    off = max(abs(one - other) / max(one, other) for one, other in both if one or other)
+    return (reduction, shown(e.plain.weights), shown(e.shares)) if off > max(1e-3, e.allowed_of_the_batch) else ()
+
+
+def _state(e: _AtOnce) -> str:
+    before = {name: each.clone() for name, each in e.pipe.stages.named.named_buffers()}
+    e.rewind()
+    with e.plain.around(), torch.no_grad():
+        first, again = (map_tensors(torch.clone, e.plain.forward(e.plain.rows[0])) for _ in range(2))
+    changed = (name for name, each in e.pipe.stages.named.named_buffers() if not torch.equal(each, before[name]))
+    return next(changed, "an attribute") if any(e.unlike(first, again)) else ""
+
+
+def _other_dimension(e: _AtOnce) -> tuple[object, ...]:
+    ours = e.pipe.cut.batch_dim
+    other = 0 if ours else 1
+    pieces = split_batch(e.x, [1, tensors_of(e.x)[0].shape[other] - 1], other)
+    if not any(e.odd) or any(e.unlike(join([*map(e.out, pieces)], other), e.whole)):
+        return ()
+    layers = (name for name, each in e.pipe.stages.named.named_modules() if getattr(each, "batch_first", 1) is False)
+    return ours, other, f": {name} has batch_first=False" if other and (name := next(layers, "")) else ""
+
+
+def _leaves(e: _AtOnce) -> str:
+    named = named_leaves(e.x)
+    found = [named[i] for i in e.cut if any(e.odd) and e.feels(i, lambda later, last: last.expand_as(later))]
+    some = len(found) < len(e.cut) or not any(leaf.is_floating_point() for _, leaf in found)
+    return listed([f"x{place} ({described(leaf)})" for place, leaf in found]) if len(e.cut) > 1 and some else ""
+
+
+def _auxiliary(e: _AtOnce) -> tuple[str, ...]:
+    names = [f"output{place}" for place, leaf in named_leaves(e.whole) if isinstance(leaf, torch.Tensor)]
+    odd = [name for name, is_odd in zip(names, e.odd, strict=True) if is_odd]
+    return (listed(odd), listed([name for name in names if name not in odd])) if odd and not all(e.odd) else ()
+
+
+def _first_layer(e: _AtOnce) -> str:
+    """Return the first layer that makes something else of the first micro-batch's rows alone."""
+    made = dict[nn.Module, list[Any]]()
+    with nn.modules.module.register_module_forward_hook(lambda layer, _, out: made.setdefault(layer, []).append(out)):
+        e.out(e.plain.rows[0]), e.out(e.x)
+    names = {layer: name for name, layer in e.pipe.stages.named.named_modules()}
+    for layer, (alone, *_, whole) in made.items():
+        if any(e.unlike(alone, e.first_rows(whole))):
+            return names.get(layer) or "the model"
+    return ""
+
+
+def _branch(e: _AtOnce) -> str:
+    numbers = [i for i, (_, leaf) in enumerate(named_leaves(e.x)) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    follows = not numbers or any(e.feels(i, lambda later, _: later * 1.01) for i in numbers)
+    return "" if follows else _first_layer(e)
+
+
+def _beside(e: _AtOnce) -> str:
+    loss, along, _ = e.backwards[1]
+    left = (
+        f"{name}.{key}"
+        for name, part in e.pipe.stages.named.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    )
+    off = relative((loss - along).norms, loss.norms)
+    return listed([*left]) or "what is no output" if max(off.values()) > e.allowed_of_the_batch else ""
+
+
+def _injected(e: _AtOnce) -> str:
+    functions, (*_, of_zero) = e.backwards
+    return (listed(functions) or "a hook") if any(bool(each.any()) for each in of_zero.values()) else ""
+
+
+_LOOKS: dict[str, Callable[[_AtOnce], Any]] = {
+    "pairs-of-rows": _pairs,
+    "loss-of-several-rows": lambda e: not e.shares,
+    "reduction": _reduction,
+    "state-between-calls": _state,
+    "sequence-first": _other_dimension,
+    "not-by-rows": _leaves,
+    "auxiliary-output": _auxiliary,
+    "branch": lambda e: any(e.odd) and _branch(e),
+    "statistic": lambda e: any(e.odd) and _first_layer(e),
+    "loss-beside": _beside,
+    "injected": _injected,
+}
+"""By code of a cause, what tries it out, and returns what it finds, for the cause's sentence."""
 
 
 def _explanation(both: _Comparison) -> str:

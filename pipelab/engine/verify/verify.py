@@ -456,14 +456,12 @@ class _AtOnce(_Comparison):
     @cached_property
     def cut(self) -> dict[int, int]:
         """For each leaf of `x` that is cut, the dimension of its rows."""
-        leaves = zip(*(take_apart(value)[0] for value in (self.x, self.plain.rows[0])), strict=True)
-        shapes = (
-            (i, zip(one.shape, other.shape, strict=True))
-            for i, (one, other) in enumerate(leaves)
-            if torch.is_tensor(one)
-        )
-        found = {i: [dim for dim, (whole, part) in enumerate(sizes) if whole != part] for i, sizes in shapes}
-        return {i: dims[0] for i, dims in found.items() if dims}
+        found = dict[int, int]()
+        pairs = zip(take_apart(self.x)[0], take_apart(self.plain.rows[0])[0], strict=True)
+        for index, (whole, part) in enumerate(pairs):
+            if isinstance(whole, torch.Tensor) and whole.shape != part.shape:
+                found[index] = [*map(int.__ne__, whole.shape, part.shape)].index(True)
+        return found
 
     def joined(self, outputs: list[Any]) -> Any:
         return join_outputs(outputs, self.counts, self.pipe.cut.batch_dim)
@@ -477,10 +475,11 @@ class _AtOnce(_Comparison):
     def first_rows(self, value: Any) -> Any:
         """Return the first micro-batch's rows of an output."""
         dim, rows = self.pipe.cut.batch_dim, sum(self.counts)
-        return map_tensors(
-            lambda each: each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0]),
-            value,
-        )
+
+        def first(each: torch.Tensor) -> torch.Tensor:
+            return each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0])
+
+        return map_tensors(first, value)
 
     @cached_property
     def shares(self) -> list[float]:

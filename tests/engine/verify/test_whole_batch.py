@@ -233,7 +233,7 @@ def test_a_loss_that_is_no_number_is_warned_of_once():
 def test_the_cause_is_named_with_rows_along_another_dimension(case):
     """Rows are along dimension 1, and what is wrong with them is seen there."""
     torch.manual_seed(0)
-    statistic = linear(plain.Made(lambda _, x: x - x.mean(1, keepdim=True)))
+    statistic = linear(plain.Made(lambda _, x: x - x.mean((0, 1))))
     pooled = plain.Made(lambda _, x: (x, x.mean((0, 1)).expand(x.shape[1], 6)))
     model, loss_fn, told = {
         "statistic": (statistic, mse, "1 is the first layer that gives"),

@@ -90,12 +90,6 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
     The data go to a new file beside, which then replaces the old one and has its permissions. If the path is a link,
     the file that it points to is replaced. Devices and pipes, such as `/dev/stdout`, are written directly, and so is a
     file in a folder where the user may not make others.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write(Path(folder) / "plan.csv", "0F0,0B0").read_text(encoding="utf-8")
-        '0F0,0B0'
     """
     path = Path(path)
     # A name from a file may hold what UTF-8 lacks: half of a surrogate pair.

@@ -138,14 +138,7 @@ class DualPipe(BothWays):
 
 
 def _nearest(ranks: int, microbatches: int) -> str:
-    """Return the nearest sizes that DualPipe accepts.
-
-    Example:
-        >>> _nearest(4, 5), _nearest(4, 11)
-        ('ranks=4, microbatches=8', 'ranks=4, microbatches=10 or 12')
-        >>> _nearest(3, 9)
-        'ranks=2, microbatches=8 or 10; ranks=4, microbatches=8 or 10'
-    """
+    """Return the nearest sizes that DualPipe accepts."""
     found = []
     for even in sorted({max(ranks - ranks % 2, 2), ranks + ranks % 2}):
         wanted = sorted(

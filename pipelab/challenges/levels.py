@@ -184,12 +184,7 @@ def _answers() -> dict[str, dict[str, Any]]:
 
 @cache
 def levels() -> dict[str, Level]:
-    """Return all levels by name, in order.
-
-    Example:
-        >>> len(levels()), levels()["fill"].par
-        (16, 15)
-    """
+    """Return all levels by name, in order."""
     text = files("pipelab.challenges").joinpath("levels.toml").read_text(encoding="utf-8")
     return {name: Level(name=name, **given) for name, given in tomllib.loads(text).items()}
 
@@ -237,16 +232,7 @@ class Attempt:
 
 
 def judge(level: Level, subject: Plan | Schedule) -> Attempt:
-    """Return what an order is worth in a level.
-
-    Example:
-        >>> import pipelab
-        >>> found = judge(levels()["four"], pipelab.OneFOneB(4, 8))
-        >>> found.reached, found.score, found.recognised, found.looked_up
-        ('par', 33.0, '1f1b', True)
-        >>> judge(levels()["four"], pipelab.GPipe(4, 8)).refusals[0].splitlines()[0]
-        'memory-cap: 0F4 would be activation 5 in flight on rank 0 (cap 4)'
-    """
+    """Return what an order is worth in a level."""
     plan = subject.draft() if isinstance(subject, Schedule) else subject
     if refusal := _other_sizes(level, plan):
         return Attempt(level, [refusal])

@@ -95,17 +95,7 @@ class Wire:
 
 
 def transfer_deadlocks(bound: BoundPlan, order: Order, transport: Transport) -> list[Fault]:
-    """Return one fault for each cycle of sends, receives and actions that wait for each other, in a legal plan.
-
-    Example:
-        >>> from pipelab import Plan
-        >>> fault, = transfer_deadlocks(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use", "rank")
-        >>> print(fault.message)
-        rank 0 waits for rank 1, which waits for rank 0
-          0SEND_F1 (rank 0) has to meet 1RECV_F1
-          1RECV_F1 (rank 1) comes after 1SEND_B0, which has to meet 0RECV_B0
-          0RECV_B0 comes after 0SEND_F1 on rank 0
-    """
+    """Return one fault for each cycle of sends, receives and actions that wait for each other, in a legal plan."""
     hung = hang(bound, order, transport)
     return [] if hung is None else hung.faults()
 

@@ -17,22 +17,12 @@ LEGEND = (
 
 
 def believable(measured: float, predicted: float | None, others: float) -> bool:
-    """Return whether a measured figure can be believed.
-
-    Example:
-        >>> believable(110, 100, others=0.02), believable(120, 100, others=0.02), believable(110, 100, others=0.3)
-        (True, False, False)
-    """
+    """Return whether a measured figure can be believed."""
     return others <= _NOTICED and (predicted is None or abs(measured - predicted) <= _OFF * abs(predicted))
 
 
 def quoted(measured: str, predicted: str | None, believed: bool) -> str:
-    """Return a measured figure with its prediction, which comes first if the measured one is not believed.
-
-    Example:
-        >>> quoted("110 ms", "100 ms", True), quoted("120 ms", "100 ms", False), quoted("120 ms", None, False)
-        ('110 ms (predicted 100 ms)', 'predicted 100 ms (measured 120 ms*)', '120 ms*')
-    """
+    """Return a measured figure with its prediction, which comes first if the measured one is not believed."""
     shown = measured if believed else f"{measured}*"
     if predicted is None:
         return shown

@@ -64,11 +64,6 @@ def language_model(blocks: int = 6, width: int = 128, heads: int = 4, length: in
     """Return a language model over bytes: an embedding, a stack of equal blocks, and a head.
 
     The input is `[rows, length]` bytes as integers, the output `[rows, length, 256]` scores of the next byte.
-
-    Example:
-        >>> model = language_model(blocks=2, width=16, heads=2, length=8)
-        >>> model(torch.zeros(3, 8, dtype=torch.long)).shape
-        torch.Size([3, 8, 256])
     """
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, _BYTES))
     return nn.Sequential(_Embedding(width, length), *(Block(width, heads) for _ in range(blocks)), head)

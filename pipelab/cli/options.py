@@ -73,12 +73,7 @@ _NUMBERS = re.compile(r",*\d[\d,]*")
 
 
 def whole_numbers(option: str, given: str | None) -> list[int]:
-    """Return the numbers in an option's text, each once.
-
-    Example:
-        >>> whole_numbers("--ranks", "2,4,2")
-        [2, 4]
-    """
+    """Return the numbers in an option's text, each once."""
     words = (given or "").replace(",", " ").split()
     if not all(word.isdecimal() and int(word) for word in words) or (given is not None and not words):
         raise UsageError(f"{option} {given}: expected whole numbers, at least 1, such as 8 or 2,4,8")

@@ -74,10 +74,6 @@ def with_settings(targets: Sequence[str], texts: Iterable[str]) -> list[str]:
     """Return the targets with the parameters that `--set` gives; of several targets, those that accept a parameter.
 
     If none does, all get it: making them then explains what is wrong.
-
-    Example:
-        >>> with_settings(["1f1b", "interleaved-1f1b"], ["stages_per_rank=4"])
-        ['1f1b', 'interleaved-1f1b(stages_per_rank=4)']
     """
     calls = [(target, {}) if has_sizes(target) else _parameters(target) for target in targets]
     for name, value in settings(texts).items():
@@ -98,12 +94,7 @@ def _settable(kind: type[Schedule]) -> list[str]:
 
 
 def settings(texts: Iterable[str], option: str = "--set", such: str = "stages_per_rank=2") -> dict[str, Any]:
-    """Return `name=value` texts as keyword arguments; values are Python literals, or text.
-
-    Example:
-        >>> settings(["stages_per_rank=2", "policy=eager"])
-        {'stages_per_rank': 2, 'policy': 'eager'}
-    """
+    """Return `name=value` texts as keyword arguments; values are Python literals, or text."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -114,12 +105,7 @@ def settings(texts: Iterable[str], option: str = "--set", such: str = "stages_pe
 
 
 def _parameters(target: str) -> tuple[str, dict[str, Any]]:
-    """Return a target without its parameters, and the parameters: values are Python literals, or text.
-
-    Example:
-        >>> _parameters("mine.py:Lagged(lag=3, policy=eager)")
-        ('mine.py:Lagged', {'lag': 3, 'policy': 'eager'})
-    """
+    """Return a target without its parameters, and the parameters: values are Python literals, or text."""
     match = _CALL.fullmatch(target)
     if match is None:
         return target, {}

@@ -133,15 +133,7 @@ FORMATS: dict[str, dict[str, Writer]] = {
 
 
 def save(what: str, subject: object, path: str | os.PathLike[str], width: float | str | None = None) -> Path:
-    """Write something to a file, in the format of its suffix.
-
-    Example:
-        >>> import pipelab
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = save("a trace", pipelab.simulate(pipelab.OneFOneB(2, 2)), Path(folder) / "1f1b.txt")
-        ...     print(path.read_text(encoding="utf-8").splitlines()[1])
-        rank 0 │F0 F1 ······B0─── ···B1───
-    """
+    """Write something to a file, in the format of its suffix."""
     path, writers = Path(path), FORMATS[what]
     ends = [suffix for suffix in writers if path.name.lower().endswith(suffix)]
     suffix = max(ends, key=len) if ends else require_suffix(path, what, list(writers))

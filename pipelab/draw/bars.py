@@ -62,14 +62,7 @@ class Gap:
 
 
 class Lanes:
-    """The bars of a trace, made only for the drawn part.
-
-    Example:
-        >>> import pipelab
-        >>> lanes = Lanes(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
-        >>> [(bar.label, bar.start, bar.end) for bar in lanes.bars(1)]
-        [('F0', 1.0, 2.0), ('B0', 2.0, 4.0), ('F1', 4.0, 5.0), ('B1', 5.0, 7.0)]
-    """
+    """The bars of a trace, made only for the drawn part."""
 
     def __init__(self, trace: Trace) -> None:
         """Find out whether a rank has several stages: then labels name the stage."""
@@ -108,14 +101,7 @@ class Lanes:
                 yield Bar(event.action, str(event.action), colours.of(event.action), *times, "whole")
 
     def gaps(self, rank: int) -> list[Gap]:
-        """Return the idle times of one rank, in order.
-
-        Example:
-            >>> import pipelab
-            >>> for gap in Lanes(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).gaps(0):
-            ...     print(gap.start, gap.end, *gap.words, sep=" | ")
-            1.0 | 4.0 | waits 3 for B0 of rank 1 | waits 3 for B0 | waits 3 | waits
-        """
+        """Return the idle times of one rank, in order."""
         if not self._gaps:
             begin, self._gaps = self.trace.start, [[] for _ in range(self.trace.ranks)]
             for idle in self.trace.idle:
@@ -200,13 +186,7 @@ def strip(action: Action) -> str:
 
 
 def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
-    """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has.
-
-    Example:
-        >>> import pipelab
-        >>> shapes(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1)), scale=20, lane=20).count(">B0</text>")
-        2
-    """
+    """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has."""
     lanes, paths, texts = Lanes(trace), defaultdict[str, str](str), defaultdict[str, str](str)
     for rank in range(trace.ranks):
         boxes: list[Bar | Gap] = [*lanes.bars(rank), *lanes.gaps(rank)]

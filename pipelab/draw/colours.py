@@ -66,23 +66,12 @@ RANKS = ("#BBDDF2", "#FBDFA6", "#B5E3D5", "#EBC9DC", "#F8F2B0", "#F3C6A5", "#D9D
 
 
 def of(action: Action, chunk: int = 0) -> str:
-    """Return an action's colour on a rank's stage number `chunk`.
-
-    Example:
-        >>> from pipelab import B, F
-        >>> of(F(0)), of(F(0), chunk=1), of(B(0))
-        ('#00598A', '#106494', '#DA9700')
-    """
+    """Return an action's colour on a rank's stage number `chunk`."""
     return PALETTE[action.kind][chunk % 2]
 
 
 def ink(background: str) -> str:
-    """Return black or white, whichever contrasts more with a colour (WCAG 2.1).
-
-    Example:
-        >>> ink("#00598A"), ink("#DFD112")
-        ('#FFFFFF', '#000000')
-    """
+    """Return black or white, whichever contrasts more with a colour (WCAG 2.1)."""
     light = luminance(background)
     return "#FFFFFF" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
 
@@ -94,22 +83,12 @@ def luminance(colour: str) -> float:
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Return red, green and blue, each from 0 to 255.
-
-    Example:
-        >>> channels("#FF8000")
-        (255, 128, 0)
-    """
+    """Return red, green and blue, each from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def ansi(colour: str) -> int:
-    """Return the nearest of the 216 colours that every colour terminal has.
-
-    Example:
-        >>> ansi("#0072B2")
-        25
-    """
+    """Return the nearest of the 216 colours that every colour terminal has."""
     steps = (0, 95, 135, 175, 215, 255)
     red, green, blue = (min(range(6), key=lambda at: abs(steps[at] - channel)) for channel in channels(colour))
     return 16 + 36 * red + 6 * green + blue

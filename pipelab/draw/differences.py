@@ -22,14 +22,7 @@ MOST = 12
 
 
 def sentence(found: Diff) -> str:
-    """Return the difference of the makespans and its parts.
-
-    Example:
-        >>> import pipelab
-        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
-        >>> sentence(pipelab.diff(one, one, names=["again", "once"]))
-        'once takes as long as again (9 units)'
-    """
+    """Return the difference of the makespans and its parts."""
     before, after = map(wording.called, found.names)
     longest = max(found.before.makespan, found.after.makespan)
     if "measured" in (found.before.source, found.after.source) and 0 < abs(found.longer) < _NOISE * longest:
@@ -45,14 +38,7 @@ def sentence(found: Diff) -> str:
 
 
 def first(found: Diff) -> str:
-    """Return which action differs first, and by how much.
-
-    Example:
-        >>> import pipelab
-        >>> one, two = (pipelab.simulate(pipelab.OneFOneB(2, 2), pipelab.Cost(latency=each)) for each in (0, 0.5))
-        >>> first(pipelab.diff(one, two))
-        'the first action that differs is 1F0 on rank 1: it starts at 1.5 instead of 1 (+0.5)'
-    """
+    """Return which action differs first, and by how much."""
     change = found.first
     if change is None:
         return "every action starts and ends at the same time"
@@ -65,33 +51,13 @@ def first(found: Diff) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a number with its sign.
-
-    Example:
-        >>> signed(4.0), signed(-1.9), signed(0.0)
-        ('+4', '-1.9', '0')
-    """
+    """Return a number with its sign."""
     shown = number(value)
     return f"+{shown}" if value > 0 and shown != "0" else shown
 
 
 def table(found: Diff, most: int | None = None) -> Table:
-    """Return a row for each action, the largest effect first, and the sums in sentences.
-
-    Example:
-        >>> import pipelab
-        >>> fast, slow = (pipelab.simulate(pipelab.GPipe(2, 1), pipelab.Cost(forward=f)) for f in (1, [1, 1.5]))
-        >>> print(table(pipelab.diff(fast, slow, names=["even", "uneven"]), most=2))
-        uneven is 0.5 units longer than even (6.5 instead of 6 units): +0.5 durations
-        <BLANKLINE>
-        action  rank  effect  start  shift  duration  change
-        1F0        1    +0.5      1      0         1    +0.5
-        1B0        1       0      2   +0.5         2       0
-        <BLANKLINE>
-        by rank: +0.5 on rank 1; by kind: +0.5 forward
-        <BLANKLINE>
-        1 more action changes, with a smaller effect
-    """
+    """Return a row for each action, the largest effect first, and the sums in sentences."""
     parts = _parts(found)
     shown = found.changes if most is None else [each for each in found if _changed(each)]
     more = len(shown) - len(shown[:most])

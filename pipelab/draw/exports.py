@@ -22,12 +22,6 @@ def perfetto(trace: Trace) -> dict[str, Any]:
     transfer an arrow, and the activations that a rank holds a counter. Times are microseconds; a unit that is no time
     counts as a millisecond.
 
-    Example:
-        >>> import pipelab
-        >>> events = perfetto(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1)))["traceEvents"]
-        >>> [(event["name"], event["tid"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-        [('0F0', 0, 0.0, 1000.0), ('0B0', 0, 4000.0, 2000.0), ('1F0', 1, 1000.0, 1000.0), ('1B0', 1, 2000.0, 2000.0)]
-
     Source:
         "Trace Event Format", Google, 2016.
     """
@@ -78,11 +72,6 @@ def events(trace: Trace) -> Table:
 
     The moves of a rank, which run beside computing, follow its other actions. What a rank waits at its end for an
     all-reduce beside computing is in the row of that.
-
-    Example:
-        >>> import pipelab
-        >>> events(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=1))).rows[1]["reason"]
-        'dependency'
     """
     bound, found = trace.plan.bound, Waits(trace)
     before: dict[tuple[int, str], list[Idle]] = {}

@@ -142,13 +142,6 @@ def strip(lanes: Lanes, rank: int, columns: int) -> Any:
 
         busy time up to t    ────────╱────╱‾‾‾     of one colour: a line that rises where a bar of it lies;
         pixel edges          |   |   |   |   |     its rise within a pixel is the colour's share there
-
-    Example:
-        >>> import pipelab
-        >>> from pipelab.draw.bars import Lanes
-        >>> lanes = Lanes(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=1)))    # rank 1: idle, F0, B0, idle
-        >>> strip(lanes, 1, 3)[0, :, 3].tolist()
-        [0.5, 1.0, 0.0]
     """
     import numpy as np
 
@@ -392,17 +385,7 @@ WIDTHS = {"beamer": 5.04, "column": 3.25, "page": 6.75}
 
 
 def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None) -> Axes:
-    """Draw a trace: rank 0 on top, time from left to right, idle time hatched.
-
-    Example:
-        >>> import pipelab
-        >>> axes = plot(pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)))
-        >>> print(axes.get_title(loc="left"))
-        1F1B · 4 ranks, 8 micro-batches, simulated, F = 1, B = 2
-        makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1
-        >>> axes.get_xlabel()
-        'time (units)'
-    """
+    """Draw a trace: rank 0 on top, time from left to right, idle time hatched."""
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
@@ -425,14 +408,7 @@ def _inches(width: float | str | None) -> float | None:
 
 
 def plot_comparison(comparison: Comparison) -> Figure:
-    """Draw traces one above the other, on one time axis if their units agree.
-
-    Example:
-        >>> import pipelab
-        >>> both = pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in (pipelab.Naive, pipelab.OneFOneB)))
-        >>> [axes.get_xlim() == (0, 96) for axes in plot_comparison(both).axes]
-        [True, True]
-    """
+    """Draw traces one above the other, on one time axis if their units agree."""
     figure, axes = _figure(comparison.traces, same_axis=comparison.shares_axis)
     longest = max(trace.makespan for trace in comparison.traces)
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
@@ -447,13 +423,7 @@ def plot_comparison(comparison: Comparison) -> Figure:
 
 
 def svg(trace: Trace) -> str:
-    """Return a trace's figure as SVG with searchable text.
-
-    Example:
-        >>> import pipelab
-        >>> "B0" in svg(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
-        True
-    """
+    """Return a trace's figure as SVG with searchable text."""
     return svg_of(owner(plot(trace)))
 
 

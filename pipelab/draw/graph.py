@@ -37,11 +37,6 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
 
     Stages are rows, time goes from left to right, colours are ranks. Solid edges carry a value, dashed ones are the
     order along a rank, and bold ones are the critical path, which decides the makespan.
-
-    Example:
-        >>> import pipelab
-        >>> print(dot(pipelab.OneFOneB(ranks=2, microbatches=1).plan()).splitlines()[0])
-        digraph "OneFOneB(ranks=2, microbatches=1)" {
     """
     import graphviz
 
@@ -58,14 +53,7 @@ def dot(plan: Plan, cost: Cost | None = None) -> str:
 
 
 def save(plan: Plan, path: str | os.PathLike[str], cost: Cost | None = None) -> Path:
-    """Write the dependency graph to a file; its suffix is `dot`, `gv`, `svg`, `png` or `pdf`.
-
-    Example:
-        >>> import pipelab, tempfile, pathlib
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(pipelab.OneFOneB(2, 2).plan(), pathlib.Path(folder) / "1f1b.dot").name
-        '1f1b.dot'
-    """
+    """Write the dependency graph to a file; its suffix is `dot`, `gv`, `svg`, `png` or `pdf`."""
     import graphviz
 
     path = Path(path)

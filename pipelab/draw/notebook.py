@@ -207,13 +207,7 @@ def plan_page(plan: Plan) -> str:
 
 
 def faults_page(faults: Faults) -> str:
-    """Return a page with a picture for each fault: the plan as far as it runs, and the order that was tried out.
-
-    Example:
-        >>> import pipelab
-        >>> "1B0 comes after 1F1" in faults_page(pipelab.check(pipelab.Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1")))
-        True
-    """
+    """Return a page with a picture for each fault: the plan as far as it runs, and the order that was tried out."""
     title = clean(str(faults).splitlines()[0])
     sections = "".join(map(_section, drawings(faults)))
     if not faults:

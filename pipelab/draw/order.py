@@ -143,18 +143,7 @@ def _chosen(wanted: Iterable[int], most: int) -> list[int]:
 
 
 def drawings(faults: Faults) -> list[Drawing]:
-    """Return the pictures of faults; none if the schedule could not write a plan.
-
-    Example:
-        >>> import pipelab
-        >>> before, after = drawings(pipelab.check(pipelab.Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1")))
-        >>> [[cell.state for cell in row] for row in before.rows]
-        [['ran', 'blocked', 'waiting', 'waiting'], ['ran', 'blocked', 'waiting', 'waiting']]
-        >>> before.notes[1], len(before.arrows)
-        ('1B0 comes after 1F1 on rank 1', 4)
-        >>> {cell.state for row in after.rows for cell in row}
-        {'ran'}
-    """
+    """Return the pictures of faults; none if the schedule could not write a plan."""
     if faults.plan is None:
         return []
     if not faults:

@@ -60,18 +60,7 @@ def readable(comparison: Comparison) -> Table:
 
 
 def ledger(found: Ledger) -> Table:
-    """Return a ledger as a table, with a row for each rank and one for all, and the sum in a sentence.
-
-    Example:
-        >>> import pipelab
-        >>> print(ledger(pipelab.simulate(pipelab.GPipe(ranks=2, microbatches=2)).ledger))
-        rank  work  fill  dependency  drain  idle  idle share
-        0        6     -           3      -     3      33.3 %
-        1        6     1           -      2     3      33.3 %
-        all     12     1           3      2     6      33.3 %
-        <BLANKLINE>
-        2 ranks x 9 = 18 = work 12 + fill 1 + dependency 3 + drain 2
-    """
+    """Return a ledger as a table, with a row for each rank and one for all, and the sum in a sentence."""
     total = found.total
     everyone = found.makespan * len(found)
     parts = [

@@ -115,13 +115,7 @@ class Ruler:
         return _round(time * self.scale)
 
     def names_here(self, start: int, end: int, window: Window, label: int) -> bool:
-        """Return whether an action has its label in a window: of an action on two bands, one part has it.
-
-        Example:
-            >>> ruler = Ruler(1, 20, (((0, 10),), ((10, 20),)))
-            >>> [ruler.names_here(9, 14, window, label=3) for (window,) in ruler.bands]
-            [False, True]
-        """
+        """Return whether an action has its label in a window: of an action on two bands, one part has it."""
         windows = [each for band in self.bands for each in band if each[0] < end and start < each[1]]
         if len(windows) < 2:
             return True
@@ -136,14 +130,7 @@ class Ruler:
         return step
 
     def axis(self, unit: str, band: int = 0) -> tuple[str, str]:
-        """Return the axis of a band as two lines: the ticks, and their times, the first one with the unit.
-
-        Example:
-            >>> for line in Ruler(scale=3, columns=33, bands=(((0, 33),),)).axis("ms"):
-            ...     print(line)
-            ┬──────────────┬──────────────┬──
-            0 ms           5              10
-        """
+        """Return the axis of a band as two lines: the ticks, and their times, the first one with the unit."""
         step = self._step()
         ticks, times = [], []
         for first, last in self.bands[band]:
@@ -165,12 +152,7 @@ class Ruler:
 
 
 def gap_mark(count: int, kinds: str = "") -> str:
-    """Return the mark for a number of left-out actions, and how often what nearly all of them repeat is there.
-
-    Example:
-        >>> gap_mark(7, "BFBFBFB"), gap_mark(8, "FFFFBBBB")
-        ('┄ 7 more: BF x 3 ┄', '┄ 8 more ┄')
-    """
+    """Return the mark for a number of left-out actions, and how often what nearly all of them repeat is there."""
     edge = len(kinds) // 10
     middle = kinds[edge : len(kinds) - edge]
     periods = (size for size in range(1, _PERIOD + 1) if middle[size:] == middle[: len(middle) - size])
@@ -181,12 +163,7 @@ def gap_mark(count: int, kinds: str = "") -> str:
 
 
 def nice_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20 … (and 0.5, 0.2 …) that is not below `least`.
-
-    Example:
-        >>> nice_step(2.67), nice_step(0.3), nice_step(11)
-        (5.0, 0.5, 20.0)
-    """
+    """Return the smallest of 1, 2, 5, 10, 20 … (and 0.5, 0.2 …) that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next((digit * power for digit in (1, 2, 5) if digit * power >= least * (1 - 1e-9)), 10 * power)
 
@@ -270,25 +247,7 @@ def _wrapped(head: str, width: int) -> list[str]:
 
 
 def comparison(comparison: Comparison, width: int | None = None, colour: bool | None = None) -> str:
-    """Return several traces: a table of their figures, then their timelines, on one axis if their units agree.
-
-    Example:
-        >>> import pipelab
-        >>> traces = [pipelab.simulate(kind(2, 2)) for kind in (pipelab.GPipe, pipelab.OneFOneB)]
-        >>> print(comparison(pipelab.compare(*traces, names=["GPipe", "1F1B"]), colour=False))
-        name   makespan  bubble  peak activations  peak share of batch  busy share per rank
-        GPipe   9 units  33.3 %               2 2            100 100 %              67 67 %
-        1F1B    9 units  33.3 %               2 1             100 50 %              67 67 %
-        <BLANKLINE>
-        GPipe
-        rank 0 │F0 F1 ··waits··B0─── B1───
-        rank 1 │···F0 F1 B0─── B1─── ······
-        1F1B
-        rank 0 │F0 F1 ······B0─── ···B1───
-        rank 1 │···F0 B0─── F1 B1─── ······
-                ┬──────────────┬───────────
-                0 units        5
-    """
+    """Return several traces: a table of their figures, then their timelines, on one axis if their units agree."""
     width, colour = _terminal(width, colour)
     lines = [*columns(wording.table(comparison), width), ""]
     traces = [Lanes(trace) for trace in comparison.traces]
@@ -422,12 +381,7 @@ def _say_gaps(row: list[str], gaps: Iterable[Gap], ruler: Ruler, begin: int) -> 
 
 
 def cell(label: str, width: int) -> str:
-    """Return one action's cell: its label, then a line to its end; cut where the label does not fit.
-
-    Example:
-        >>> [cell("B10", width) for width in (7, 4, 3, 2, 1)]
-        ['B10─── ', 'B10 ', 'B10', 'B…', 'B']
-    """
+    """Return one action's cell: its label, then a line to its end; cut where the label does not fit."""
     if width <= 0:
         return ""
     if width > len(label):
@@ -440,12 +394,7 @@ def cell(label: str, width: int) -> str:
 
 
 def pair_cell(forward: str, backward: str, width: int) -> str:
-    """Return the cell of two actions that share a slot.
-
-    Example:
-        >>> [pair_cell("F3", "B1", width) for width in (9, 5, 4, 3, 2)]
-        ['F3&B1─── ', 'F3&B1', 'F&B ', 'F&B', '& ']
-    """
+    """Return the cell of two actions that share a slot."""
     both = f"{forward}&{backward}"
     kinds = "&".join(label.lstrip("0123456789")[:1] for label in (forward, backward))
     return cell(next((text for text in (both, kinds) if len(text) <= width), "&"), width)

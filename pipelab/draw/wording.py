@@ -23,16 +23,6 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Se
     r"""Return rows in columns, the first one flush left, and the others flush right.
 
     If the lines would be wider than `width`, long heads are wrapped; then the first column is cut.
-
-    Example:
-        >>> rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
-        >>> print(*columns(rows, width=80), sep="\n")
-        name   busy share per rank
-        GPipe        73 73 73 73 %
-        >>> print(*columns(rows, width=24), sep="\n")
-        name      busy share
-                    per rank
-        GPipe  73 73 73 73 %
     """
     if sum(_widths(rows)) + 2 * (len(rows[0]) - 1) > width:
         rows = [*_wrapped(rows[0], _widths(rows[1:])), *rows[1:]]
@@ -70,12 +60,7 @@ _MOST = 8
 
 
 def number(value: float) -> str:
-    """Return a number for readers: with at most two decimals in full, others with three digits.
-
-    Example:
-        >>> number(33.0), number(12285), number(58.25), number(0.123456), number(1234.567)
-        ('33', '12,285', '58.25', '0.123', '1,235')
-    """
+    """Return a number for readers: with at most two decimals in full, others with three digits."""
     if not math.isfinite(value):
         return str(value)
     exact = abs(100 * value - round(100 * value)) <= 1e-9 * max(1.0, abs(100 * value))
@@ -85,38 +70,19 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in per cent.
-
-    Example:
-        >>> percent(3 / 11)
-        '27.3 %'
-    """
+    """Return a share in per cent."""
     return f"{100 * share:.1f} %"
 
 
 def percents(shares: Sequence[float]) -> str:
-    """Return the shares of many ranks in per cent, with a decimal if all are small.
-
-    Example:
-        >>> percents([0.5, 0.375, 0.25, 0.125])
-        '50 38 25 13 %'
-        >>> percents([0.032, 0.001])
-        '3.2 0.1 %'
-    """
+    """Return the shares of many ranks in per cent, with a decimal if all are small."""
     if max(shares, default=0.0) < 0.1:
         return f"{elided(f'{100 * share:.1f}' for share in shares)} %"
     return f"{elided(math.floor(100 * share + 0.5) for share in shares)} %"
 
 
 def elided(values: Iterable[object]) -> str:
-    """Return one value per rank; with many ranks, the middle is left out.
-
-    Example:
-        >>> elided([4, 3, 2, 1])
-        '4 3 2 1'
-        >>> elided(range(32, 0, -1))
-        '32 31 30 … 2 1'
-    """
+    """Return one value per rank; with many ranks, the middle is left out."""
     words = [str(value) for value in values]
     if len(words) > _MOST:
         words = [*words[:3], "…", *words[-2:]]
@@ -129,13 +95,7 @@ def unit(trace: Trace) -> str:
 
 
 def span(trace: Trace, length: float | None = None) -> str:
-    """Return the makespan, or another time of a trace, with its unit.
-
-    Example:
-        >>> import pipelab
-        >>> span(pipelab.simulate(pipelab.GPipe(4, 8)))
-        '33 units'
-    """
+    """Return the makespan, or another time of a trace, with its unit."""
     text, name = number(trace.makespan if length is None else length), unit(trace)
     return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
@@ -144,15 +104,6 @@ def figures(trace: Trace) -> str:
     """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
 
     If ranks were idle because a value stood behind another transfer, that time follows too.
-
-    Example:
-        >>> import pipelab
-        >>> figures(pipelab.simulate(pipelab.OneFOneB(4, 8)))
-        'makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1'
-        >>> figures(pipelab.simulate(pipelab.ZBH2(4, 8)))
-        'makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24'
-        >>> figures(pipelab.simulate(pipelab.Interleaved1F1B(4, 8), transport="rank")).partition("5, ")[2]
-        'idle behind other transfers 0 6 2.5 0'
     """
     peaks = elided(trace.peak_activations)
     own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
@@ -161,15 +112,7 @@ def figures(trace: Trace) -> str:
 
 
 def stood_behind(trace: Trace, wait: Wait) -> str:
-    """Return behind which other transfer the value stood that an action waited for; empty if behind none.
-
-    Example:
-        >>> import pipelab
-        >>> from pipelab.trace.waits import waits
-        >>> trace = pipelab.simulate(pipelab.Interleaved1F1B(4, 8), transport="rank")
-        >>> [text for row in waits(trace) for wait in row if wait and (text := stood_behind(trace, wait))][0]
-        '0F1 had given it by 1, but its send stood behind the receive of 4F0'
-    """
+    """Return behind which other transfer the value stood that an action waited for; empty if behind none."""
     transfer, code = wait.transfer, trace.plan.bound.codes.code
     if transfer is None or transfer.behind is None or not transfer.queued:
         return ""
@@ -193,13 +136,6 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
 
     If the comparison has bounds, there is a column for how far each makespan is above its bound.
-
-    Example:
-        >>> import pipelab
-        >>> for row in table(pipelab.compare(pipelab.simulate(pipelab.OneFOneB(4, 8)), names=["1F1B"])):
-        ...     print(row)
-        ('name', 'makespan', 'bubble', 'peak activations', 'peak share of batch', 'busy share per rank')
-        ('1F1B', '33 units', '27.3 %', '4 3 2 1', '50 38 25 13 %', '73 73 73 73 %')
     """
     heads = ["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]
     lines = [heads]
@@ -235,12 +171,7 @@ NAMES = {
 
 
 def called(name: str) -> str:
-    """Return a name as readers know it: what papers call the schedule, and its sizes.
-
-    Example:
-        >>> called("ZBH1(ranks=4, microbatches=8), simulated"), called("Mine(ranks=1, microbatches=2, lag=3)")
-        ('ZB-H1 · 4 ranks, 8 micro-batches, simulated', 'Mine · 1 rank, 2 micro-batches, lag=3')
-    """
+    """Return a name as readers know it: what papers call the schedule, and its sizes."""
     found = re.match(r"(\w+)\(ranks=(\d+), microbatches=(\d+)(, .*)?\)(?=,|$)", name := clean(name))
     if not found:
         return name
@@ -253,24 +184,12 @@ def called(name: str) -> str:
 
 
 def headline(trace: Trace) -> str:
-    """Return a trace's title: its own name or its plan's, the source of its times, and its note.
-
-    Example:
-        >>> import pipelab
-        >>> headline(pipelab.simulate(pipelab.GPipe(4, 8)))
-        'GPipe · 4 ranks, 8 micro-batches, simulated'
-    """
+    """Return a trace's title: its own name or its plan's, the source of its times, and its note."""
     return called(", ".join(filter(None, (trace.name, trace.source, trace.note))))
 
 
 def costs(trace: Trace) -> str:
-    """Return what each kind of action takes in a simulated trace, where that is one time on all stages.
-
-    Example:
-        >>> import pipelab
-        >>> costs(pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=2.5, latency=0.5, unit="ms")))
-        'F = 1, B = 2.5, transfer 0.5 (ms)'
-    """
+    """Return what each kind of action takes in a simulated trace, where that is one time on all stages."""
     spans: dict[str, set[float]] = {}
     bound = trace.plan.bound
     for rank in range(trace.ranks if trace.source == "simulated" else 0):

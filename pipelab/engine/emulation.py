@@ -163,16 +163,7 @@ def emulated(
 
 @contextmanager
 def instantly(model: nn.Module) -> Iterator[None]:
-    """Let a model's emulated stages take no time: a warm-up or a verification then costs only its real work.
-
-    Example:
-        >>> model = emulated(2, forward_ms=20, backward_ms=40)
-        >>> with instantly(model):
-        ...     print(model[0])
-        EmulatedStage(forward_ms=0, backward_ms=0)
-        >>> model[0]
-        EmulatedStage(forward_ms=20, backward_ms=40)
-    """
+    """Let a model's emulated stages take no time: a warm-up or a verification then costs only its real work."""
     stages = [each for each in model.modules() if isinstance(each, EmulatedStage)]
     times = [(each.forward_ms, each.backward_ms, each.input_grad_ms, each.all_reduce_ms) for each in stages]
     for each in stages:

@@ -127,12 +127,7 @@ def _holdings(*sizes: Any) -> list[tuple[list[int], set[tuple[int, ...]]]]:
 
 
 def cut(layers: int, stages: int) -> list[range]:
-    """Return each stage's layers, as even as possible; the first and the last stage get fewer, or none.
-
-    Example:
-        >>> [len(each) for each in cut(126, 16)]
-        [7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7]
-    """
+    """Return each stage's layers, as even as possible; the first and the last stage get fewer, or none."""
     base, more = divmod(layers, stages)
     order = sorted(range(stages), key=lambda stage: (stage == 0, stage == stages - 1))
     counts = [base + (stage in order[:more]) for stage in range(stages)]

@@ -31,12 +31,7 @@ _MOST_SHOWN = 8
 
 
 def is_plan(text: str) -> bool:
-    """Return whether a text is a plan, and not the name of a file: several words, and one of them an action.
-
-    Example:
-        >>> is_plan("0F0 0B0; 1F0 1B0"), is_plan("0F0 oops"), is_plan("W1 homework/mine.py"), is_plan("gpipe")
-        (True, True, False, False)
-    """
+    """Return whether a text is a plan, and not the name of a file: several words, and one of them an action."""
     words = _WORD.findall(_LINE_END.sub(" ", text))
     return len(words) > 1 and "." not in text and any(map(_is_item, words))
 
@@ -50,12 +45,7 @@ def _is_item(word: str) -> bool:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the rows of a plan in one text, which are on separate lines or between semicolons.
-
-    Example:
-        >>> lines_of("0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 1B0 1F1 1B1")
-        ['0F0 (0F1;0B0)OVERLAP_F_B 0B1', ' 1F0 1B0 1F1 1B1']
-    """
+    """Return the rows of a plan in one text, which are on separate lines or between semicolons."""
     return [line for line in _LINE_END.split(text) if line.strip()]
 
 

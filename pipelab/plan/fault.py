@@ -218,13 +218,7 @@ def _look(thing: Any) -> None:
 
 
 def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) -> str:
-    """Return the columns around a place in a rank's row, with the place marked.
-
-    Example:
-        >>> print(excerpt(2, ["F0", "F1", "B0", "B1"], position=2))
-        rank 2 | 'F0' 'F1' 'B0' 'B1'
-                           ^^^^
-    """
+    """Return the columns around a place in a rank's row, with the place marked."""
     line = mark = ""
     start = max(0, position - 4)
     near = [getattr(item, "__name__", "") or shorten(item, 28) for item in row[start : position + 5]]
@@ -241,12 +235,7 @@ def excerpt(rank: int, row: Sequence[object], position: int, width: int = 72) ->
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as text, consecutive ones as first…last, cut after six parts.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0…2, 5, 7, 8'
-    """
+    """Return numbers as text, consecutive ones as first…last, cut after six parts."""
     runs: list[str] = []
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
@@ -274,13 +263,7 @@ def raised(what: str, error: Exception, function: Callable[..., object] | None, 
 
 
 def misfit(name: str, function: object, *given: str) -> Fault | None:
-    """Return the fault of a function that cannot be called with these arguments, or `None`.
-
-    Example:
-        >>> def of_stage(stage): ...
-        >>> misfit("place", of_stage, "microbatch", "stage").hint
-        'write def place(microbatch, stage)'
-    """
+    """Return the fault of a function that cannot be called with these arguments, or `None`."""
     if not callable(function):
         return students_fault(f"{name} is {shorten(function)}, not a method", None, _write(name, ("self", *given)))
     try:

@@ -127,11 +127,6 @@ def lowered(bound: BoundPlan, order: Order, by_time: Sequence[int] = (), runtime
     """Lower a legal plan. If its rows list their sends and receives, these are the order `"pytorch"`.
 
     Where each half of a pair needs what only comes from the other half, rows exist for `"at-use"` alone, and hang.
-
-    Example:
-        >>> from pipelab import Plan
-        >>> lowered(Plan.parse("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1").bound, "at-use").words()[1]
-        ('1RECV_F0', '1F0', '1B0', '1SEND_B0', '1RECV_F1', '1F1', '1B1', '1SEND_B1')
     """
     found = crossings(bound)
     rows = [_without_transfers(bound, rank, runtime) for rank in range(len(bound.computing))]

@@ -12,6 +12,7 @@ from commands import RIGHT
 
 import pipelab
 from pipelab.cli import targets
+from pipelab.cli.options import whole_numbers
 from pipelab.errors import UsageError
 
 
@@ -403,3 +404,14 @@ def test_a_file_is_imported_once_for_a_whole_table(succeeds, folder):
     Path("mine.py").write_text("with open('log', 'a') as log:\n    log.write('x')\n" + LAGGED)
     succeeds("compare", "mine.py:Lagged", "mine.py:MySchedule", "-m", "2,4,8", "--set", "lag=2")
     assert Path("log").read_text() == "x"
+
+
+def test_of_several_targets_those_that_accept_a_parameter_get_it():
+    found = targets.with_settings(["1f1b", "interleaved-1f1b"], ["stages_per_rank=4"])
+    assert found == ["1f1b", "interleaved-1f1b(stages_per_rank=4)"]
+    assert targets.settings(["stages_per_rank=2", "policy=eager"]) == {"stages_per_rank": 2, "policy": "eager"}
+    assert targets._parameters("my.py:Lagged(lag=3, policy=eager)") == ("my.py:Lagged", {"lag": 3, "policy": "eager"})
+
+
+def test_each_number_of_an_option_counts_once():
+    assert whole_numbers("--ranks", "2,4,2") == [2, 4]

@@ -307,3 +307,25 @@ def test_an_action_shorter_than_a_character_is_a_thin_line_that_is_explained():
     assert drawn.endswith("▏ actions too short to be drawn")
     assert "▏" in text.comparison(pipelab.compare(pipelab.OneFOneB(4, 8), cost=cost), width=110, colour=False)
     assert "▏" not in text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8)), width=110, colour=False)
+
+
+def test_a_gap_says_how_often_what_fills_it_repeats():
+    assert text.gap_mark(7, "BFBFBFB") == "┄ 7 more: BF x 3 ┄"
+    assert text.gap_mark(8, "FFFFBBBB") == "┄ 8 more ┄"
+
+
+def test_an_axis_has_round_steps_and_the_unit_once():
+    assert [text.nice_step(least) for least in (2.67, 0.3, 11)] == [5, 0.5, 20]
+    ruler = text.Ruler(scale=3, columns=33, bands=(((0, 33),),))
+    assert ruler.axis("ms") == ("┬──────────────┬──────────────┬──", "0 ms           5              10")
+
+
+def test_a_cell_that_is_too_narrow_is_cut():
+    assert [text.cell("B10", width) for width in (7, 4, 3, 2, 1)] == ["B10─── ", "B10 ", "B10", "B…", "B"]
+    pair = [text.pair_cell("F3", "B1", width) for width in (9, 5, 4, 3, 2)]
+    assert pair == ["F3&B1─── ", "F3&B1", "F&B ", "F&B", "& "]
+
+
+def test_an_action_on_two_bands_has_its_label_in_the_longer_part():
+    ruler = text.Ruler(1, 20, (((0, 10),), ((10, 20),)))
+    assert [ruler.names_here(9, 14, window, label=3) for (window,) in ruler.bands] == [False, True]

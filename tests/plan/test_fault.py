@@ -8,7 +8,8 @@ import pytest
 
 import pipelab
 from pipelab import B, F, Plan, check
-from pipelab.plan.fault import Code, excerpt, shorten
+from pipelab.plan.csv_notation import is_plan, lines_of
+from pipelab.plan.fault import Code, excerpt, misfit, ranges, shorten
 
 
 def forever():
@@ -201,3 +202,20 @@ def test_a_long_thing_is_shortened_and_one_of_several_lines_is_told_on_one():
     assert len(shorten(list(range(1000)), width=20)) == 20
     assert shorten("x" * 58) == "'" + "x" * 58 + "'"
     assert shorten(Matrix()) == "matrix([1], [2])"
+
+
+def test_numbers_that_follow_each_other_are_a_range():
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0…2, 5, 7, 8"
+
+
+def test_a_function_with_other_parameters_is_told_how_to_write_it():
+    def of_stage(stage): ...
+
+    assert misfit("place", of_stage, "microbatch", "stage").hint == "write def place(microbatch, stage)"
+
+
+def test_a_text_is_a_plan_if_one_of_several_words_is_an_action():
+    texts = ("0F0 0B0; 1F0 1B0", "0F0 oops", "W1 homework/mine.py", "gpipe")
+    assert [is_plan(text) for text in texts] == [True, True, False, False]
+    halves = "0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 1B0 1F1 1B1"
+    assert lines_of(halves) == ["0F0 (0F1;0B0)OVERLAP_F_B 0B1", " 1F0 1B0 1F1 1B1"]

@@ -42,38 +42,18 @@ _SPACED = {
 
 
 def page(trace: Trace, *, cap: int | None = None, notebook: bool = False) -> str:
-    """Return a page with one trace: its figures, and a timeline that explains every action under the pointer.
-
-    Example:
-        >>> import pipelab
-        >>> page(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2))).startswith("<!DOCTYPE html>")
-        True
-    """
+    """Return a page with one trace: its figures, and a timeline that explains every action under the pointer."""
     return _page(content(trace, cap), text.timeline(trace, text.PLAIN_WIDTH, colour=False), notebook=notebook)
 
 
 def comparison_page(comparison: Comparison, *, notebook: bool = False) -> str:
-    """Return a page with several traces: a table, and timelines on one axis where their units agree.
-
-    Example:
-        >>> import pipelab
-        >>> both = pipelab.compare(*(pipelab.simulate(kind(2, 2)) for kind in (pipelab.GPipe, pipelab.OneFOneB)))
-        >>> "GPipe · 2 ranks, 2 micro-batches, simulated" in comparison_page(both)
-        True
-    """
+    """Return a page with several traces: a table, and timelines on one axis where their units agree."""
     plain = text.comparison(comparison, text.PLAIN_WIDTH, colour=False)
     return _page(content(comparison), plain, notebook=notebook)
 
 
 def diff_page(found: Diff) -> str:
-    """Return a page with two traces of the same actions, one over the other, coloured by what changed.
-
-    Example:
-        >>> import pipelab
-        >>> one = pipelab.simulate(pipelab.OneFOneB(2, 2))
-        >>> "once takes as long as again (9 units)" in diff_page(pipelab.diff(one, one, names=["again", "once"]))
-        True
-    """
+    """Return a page with two traces of the same actions, one over the other, coloured by what changed."""
     comparison = compare(found.before, found.after, names=found.names)
     plain = f"{differences.text(found)}\n\n{text.comparison(comparison, text.PLAIN_WIDTH, colour=False)}"
     shown = content(comparison)
@@ -93,14 +73,7 @@ def frame() -> str:
 
 
 def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]:
-    """Return what a page shows: its title and sub-title, its table of figures, and the data of its script.
-
-    Example:
-        >>> import pipelab
-        >>> found = content(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)))
-        >>> found["subtitle"]
-        '9 units · bubble 33.3 % = 6 of 18 rank-units · F = 1, B = 2'
-    """
+    """Return what a page shows: its title and sub-title, its table of figures, and the data of its script."""
     if isinstance(shown, Comparison):
         comparison, title = shown, f"Comparison of {len(shown.traces)} traces"
         subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
@@ -339,12 +312,7 @@ def _row(
 
 
 def _column(order: Sequence[str], numbers: Sequence[int]) -> list[int | list[int]]:
-    """Return each action's number as the difference from that of the action before of its sort: mostly the same.
-
-    Example:
-        >>> _column("AABABAB", [0, 1, 0, 2, 1, 3, 2])
-        [0, 1, 0, [1, 4]]
-    """
+    """Return each action's number as the difference from that of the action before of its sort: mostly the same."""
     before = dict.fromkeys(order, 0)
     differences = []
     for sort, number in zip(order, numbers, strict=True):
@@ -354,12 +322,7 @@ def _column(order: Sequence[str], numbers: Sequence[int]) -> list[int | list[int
 
 
 def _runs(numbers: Iterable[int]) -> list[int | list[int]]:
-    """Return a list in which runs of the same number are short.
-
-    Example:
-        >>> _runs([1, 2, 2, 2, 2, 2, 3, 3])
-        [1, [2, 5], 3, 3]
-    """
+    """Return a list in which runs of the same number are short."""
     found: list[int | list[int]] = []
     for value, run in groupby(numbers):
         count = len(list(run))

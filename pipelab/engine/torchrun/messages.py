@@ -37,10 +37,6 @@ def to_bytes(value: Any) -> bytes:
     """Return a value in PyTorch's own format: its tensors on the CPU, without history or gaps.
 
     Pickle could not read back tensors of newer types.
-
-    Example:
-        >>> from_bytes(to_bytes({"small": torch.ones(2, dtype=torch.float8_e4m3fn), "name": "x"}))
-        {'small': tensor([1., 1.], dtype=torch.float8_e4m3fn), 'name': 'x'}
     """
     buffer = io.BytesIO()
     torch.save(map_tensors(lambda tensor: tensor.detach().cpu().clone(), value), buffer)

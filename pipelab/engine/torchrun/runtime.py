@@ -123,11 +123,6 @@ def routes_of(plan: Plan) -> dict[tuple[int, ...], int]:
 
     PyTorch's runtime has one rank for each stage. A stage on several ranks so has an id for each way. Between the last
     stage of one way and the first of the next, an id is left out: they do not follow each other.
-
-    Example:
-        >>> import pipelab
-        >>> routes_of(pipelab.Chimera(ranks=2, microbatches=2).plan())
-        {(0, 1): 0, (1, 0): 3}
     """
     routes = dict.fromkeys(tuple(plan.bound.route(microbatch)) for microbatch in range(plan.microbatches))
     return {route: number * (plan.stages + 1) for number, route in enumerate(routes)}

@@ -301,12 +301,7 @@ def device_of(wanted: Sequence[RankDevice | torch.device | str] | None, rank: in
 
 
 def backend_of(everyone: Sequence[dict[str, Any]]) -> str:
-    """Return `"nccl"` if every process has a GPU to itself, else `"gloo"`, with a warning for GPUs.
-
-    Example:
-        >>> backend_of([{"gpu": "GPU-1"}, {"gpu": "GPU-2"}]), backend_of([{"gpu": ""}, {"gpu": ""}])
-        ('nccl', 'gloo')
-    """
+    """Return `"nccl"` if every process has a GPU to itself, else `"gloo"`, with a warning for GPUs."""
     gpus = [process["gpu"] for process in everyone]
     if all(gpus) and len(set(gpus)) == len(gpus):
         return "nccl"

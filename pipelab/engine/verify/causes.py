@@ -39,18 +39,7 @@ class Cause(NamedTuple):
 
 
 def named(counts: Counts) -> Finding:
-    """Return what wrong counts say.
-
-    Example:
-        >>> from pipelab.engine.verify.reference import Sizes
-        >>> sizes = Sizes([2, 2, 2, 2], [0.25] * 4, replicas=1, tokens={})
-        >>> for numbers in ([4.0, 4, 4, 4], [0.0, 0, 0, 1], [1.0, 2, 1, 1], [0.5, 1, 2, 4]):
-        ...     print(*named(Counts(torch.tensor(numbers).double(), 1e-3, sizes))[::2])
-        times-microbatches 4.0
-        missing-microbatches 1.0
-        repeated-microbatches 1.0
-        moving-average 2.0
-    """
+    """Return what wrong counts say."""
     for look in (_one_factor, _other_shares, _moving_average, _whole_times):
         if found := look(counts):
             return found

@@ -1,0 +1,96 @@
+"""Numbers, names and colours as readers get them."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipelab
+from pipelab import B, Cost, F, GPipe, OneFOneB
+from pipelab.draw import colours, differences, wording
+from pipelab.draw.bars import Lanes
+from pipelab.draw.figure import strip
+from pipelab.draw.page import _column, _runs
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(33.0, "33"), (12285, "12,285"), (58.25, "58.25"), (0.123456, "0.123"), (1234.567, "1,235")],
+)
+def test_a_number_has_at_most_two_decimals_in_full_and_three_digits_otherwise(number, words):
+    assert wording.number(number) == words
+
+
+def test_shares_have_a_decimal_where_all_are_small():
+    assert wording.percent(3 / 11) == "27.3 %"
+    assert wording.percents([0.5, 0.375, 0.25, 0.125]) == "50 38 25 13 %"
+    assert wording.percents([0.032, 0.001]) == "3.2 0.1 %"
+
+
+def test_of_many_values_the_middle_is_left_out():
+    assert wording.elided([4, 3, 2, 1]) == "4 3 2 1"
+    assert wording.elided(range(32, 0, -1)) == "32 31 30 … 2 1"
+
+
+def test_a_difference_has_a_sign_unless_it_is_none():
+    assert [differences.signed(number) for number in (4.0, -1.9, 0.0)] == ["+4", "-1.9", "0"]
+
+
+def test_long_heads_are_wrapped_where_the_lines_would_be_too_wide():
+    rows = [("name", "busy share per rank"), ("GPipe", "73 73 73 73 %")]
+    assert wording.columns(rows, 80) == ["name   busy share per rank", "GPipe        73 73 73 73 %"]
+    assert wording.columns(rows, 24) == ["name      busy share", "            per rank", "GPipe  73 73 73 73 %"]
+
+
+def test_own_spans_are_named_where_all_are_shorter_than_the_makespan():
+    shown = "makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24"
+    assert wording.figures(pipelab.simulate(pipelab.ZBH2(4, 8))) == shown
+    assert "own spans" not in wording.figures(pipelab.simulate(OneFOneB(4, 8)))
+
+
+def test_a_comparison_is_a_row_of_figures_for_each_trace():
+    heads, row = wording.table(pipelab.compare(pipelab.simulate(OneFOneB(4, 8)), names=["1F1B"]))
+    assert heads == ("name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank")
+    assert row == ("1F1B", "33 units", "27.3 %", "4 3 2 1", "50 38 25 13 %", "73 73 73 73 %")
+
+
+def test_a_schedule_is_called_what_papers_call_it_with_its_sizes():
+    assert wording.called("ZBH1(ranks=4, microbatches=8), simulated") == "ZB-H1 · 4 ranks, 8 micro-batches, simulated"
+    assert wording.called("Mine(ranks=1, microbatches=2, lag=3)") == "Mine · 1 rank, 2 micro-batches, lag=3"
+
+
+def test_costs_are_named_by_kind_with_their_unit():
+    trace = pipelab.simulate(GPipe(4, 8), Cost(backward=2.5, latency=0.5, unit="ms"))
+    assert wording.costs(trace) == "F = 1, B = 2.5, transfer 0.5 (ms)"
+
+
+def test_two_equal_traces_take_as_long():
+    same = pipelab.simulate(OneFOneB(2, 2))
+    assert differences.sentence(pipelab.diff(same, same, names=["a", "b"])) == "b takes as long as a (9 units)"
+
+
+def test_the_first_action_that_differs_is_named_with_both_times():
+    one, two = (pipelab.simulate(OneFOneB(2, 2), Cost(latency=latency)) for latency in (0, 0.5))
+    told = "the first action that differs is 1F0 on rank 1: it starts at 1.5 instead of 1 (+0.5)"
+    assert differences.first(pipelab.diff(one, two)) == told
+
+
+def test_a_colour_is_the_kinds_and_lighter_on_a_ranks_second_stage():
+    assert [colours.of(F(0)), colours.of(F(0), 1), colours.of(B(0))] == ["#00598A", "#106494", "#DA9700"]
+    assert [colours.ink("#00598A"), colours.ink("#DFD112")] == ["#FFFFFF", "#000000"]
+    assert colours.channels("#FF8000") == (255, 128, 0)
+    assert colours.ansi("#0072B2") == 25
+
+
+def test_idle_time_says_what_it_waits_for_in_ever_fewer_words():
+    (gap,) = Lanes(pipelab.simulate(OneFOneB(2, 1))).gaps(0)
+    assert (gap.start, gap.end) == (1, 4)
+    assert gap.words == ("waits 3 for B0 of rank 1", "waits 3 for B0", "waits 3", "waits")
+
+
+def test_a_pixel_of_a_strip_is_as_busy_as_its_time():
+    assert strip(Lanes(pipelab.simulate(GPipe(2, 1))), 1, 3)[0, :, 3].tolist() == [0.5, 1, 0]
+
+
+def test_a_pages_numbers_are_differences_and_runs_of_them_are_short():
+    assert _column("AABABAB", [0, 1, 0, 2, 1, 3, 2]) == [0, 1, 0, [1, 4]]
+    assert _runs([1, 2, 2, 2, 2, 2, 3, 3]) == [1, [2, 5], 3, 3]

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -179,8 +179,6 @@ class Pipeline:
             runner.earlier = self.cut.earlier
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
         self._running = False
-        here = self.engine.stage_devices[min(self.engine.local_stages)]
-        self._nothing = nn.Parameter(torch.empty(0, device=here))  # for an optimizer where no parameter learns
         self._warned_of_nan = False
         self._warned = False  # of a loss that does not average over rows: once is enough
 
@@ -500,6 +498,11 @@ class Pipeline:
                 different settings. The optimizer is unchanged.
         """
         load_optimizer_state(optimizer, self._names(), self._held(), state)
+
+    @cached_property
+    def _nothing(self) -> nn.Parameter:
+        """A parameter without numbers, for an optimizer where no parameter learns."""
+        return nn.Parameter(torch.empty(0, device=self.engine.stage_devices[min(self.engine.local_stages)]))
 
     def _held(self) -> dict[nn.Parameter, None]:
         of_stages = (self.stages.modules[stage].parameters() for stage in self.engine.local_stages)

@@ -6,7 +6,6 @@ import errno
 import gzip
 import io
 import os
-import re
 import secrets
 import shutil
 import zlib
@@ -113,15 +112,6 @@ def write(path: str | os.PathLike[str], data: str | bytes) -> Path:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # the user knows this path only
     return path
-
-
-def kernel_bytes(path: str, key: str) -> int | None:
-    """Return how much memory a file of Linux's /proc tells under a key, in bytes; `None` on another system."""
-    try:
-        found = re.search(rf"^{key}:\s*(\d+) kB", Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return 1024 * int(found[1]) if found else None
 
 
 def _target(path: Path) -> Path:

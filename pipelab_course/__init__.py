@@ -10,6 +10,7 @@ Its commands, `pipelab lab` and `pipelab grade`, are entry points of the group `
 - `hybrid`: pipelines times replicas beside the same work on one device: time, figures, and both for real
 - `compressed`: pipelines times replicas that train, their gradients around a ring, in several codecs
 - `report`: a report on hybrids, each claim with its readings, the right value and the verdict
+- `figures`: the memory of a process, and measured figures beside predicted ones
 - `ring`: the ring all-reduce, and codecs for its messages
 - `grading`: submissions, run and graded by what they ran
 """

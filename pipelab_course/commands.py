@@ -22,7 +22,7 @@ from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import SaveTable, grouped, whole_numbers
-from pipelab.cli.printing import TABLE, WORDS, echo, folded, require_writable, say, show, wrote
+from pipelab.cli.printing import TABLE, echo, folded, print_and_save, require_writable, say, wrote
 from pipelab.draw import wording
 from pipelab.errors import PipelabError, UsageError
 from pipelab.simulation.clock import simulate
@@ -38,6 +38,7 @@ Start = Annotated[bool, typer.Option("--start", help="write the homework's file 
 Own = Annotated[str, typer.Option("--variant", help="a student's own numbers, which follow from this name")]
 Numbers = Sequence[Mapping[str, str]]
 """What fills answers: the numbers of a run by name, once or, where several models were measured, for each."""
+_WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".html"))
 
 
 def _questions(lab: str) -> dict[str, dict[str, str]]:
@@ -142,7 +143,7 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
 def _end(rows: list[Row], whole: bool, table: Callable[[list[Row]], Table], save: list[Path] | None) -> None:
     """Show and save the table of the rows that are done, if there are any; the exit code is 1 if not all are."""
     if rows:
-        show(table(rows), save)
+        print_and_save(table(rows), save)
     if not whole:
         raise typer.Exit(1)
 
@@ -278,7 +279,7 @@ def report(
     Claim by claim: the simulated value in each reading; in a teacher's copy, the verdict and how it follows.
     """
     answered = bool(_key("report")) and not asked.no_answers
-    require_writable(save, WORDS)
+    require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     say(claims.SETTING)
     for number, each in enumerate(claims.CLAIMS, start=1):
@@ -327,7 +328,7 @@ def hybrid(
     if start:
         _start("hybrid", folder)
         return
-    require_writable(save, WORDS)
+    require_writable(save, _WORDS)
     require_writable(save_figures, TABLE)
     from pipelab_course import compressed
 
@@ -354,7 +355,7 @@ def _figures(
     jobs: Sequence[hybrids.Hybrid], memory_unit: str, save: list[Path] | None, run: Sequence[hybrids.Hybrid], steps: int
 ) -> None:
     """Show the figures of jobs, and run some of them for real."""
-    show(hybrids.table(jobs, memory_unit), save)
+    print_and_save(hybrids.table(jobs, memory_unit), save)
     if not run:
         return
     rows, whole = finished(hybrids.measured(run, steps), 2 * len(run), "measuring")
@@ -383,7 +384,7 @@ def hw4(asked: Asked, folder: Folder = Path(), start: Start = False, own: Own = 
         _start("hw4", folder, own)
         return
     rows = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks]
-    show(
+    print_and_save(
         asked.below(Table(rows, [Column("task"), Column("points")]), "hw4", [_of_homework(variant(own).microbatches)]),
         None,
     )

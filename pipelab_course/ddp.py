@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipelab.cli.believing import Watch
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
 from pipelab.errors import EngineError, RankError
-from pipelab.files import kernel_bytes
+from pipelab_course.figures import kernel_bytes
 
 DROPPED = 5
 """How many steps are dropped before the first one that counts."""

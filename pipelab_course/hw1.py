@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from pipelab.cli.believing import LEGEND, believable, quoted
+from pipelab.cli.believing import LEGEND, believable
 from pipelab.draw import wording
 from pipelab.errors import UsageError
 from pipelab.table import Column, Table
 from pipelab_course.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
+from pipelab_course.figures import quoted
 
 Row = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import Any
 
 from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB
-from pipelab.cli.believing import LEGEND, believable, quoted
+from pipelab.cli.believing import LEGEND, believable
 from pipelab.cli.running import Result, make_jobs, run_all
 from pipelab.draw import wording
 from pipelab.engine.stage.batch import row_counts
@@ -32,6 +32,7 @@ from pipelab.simulation.comparison import compare
 from pipelab.simulation.cost import Cost
 from pipelab.table import Column, Table
 from pipelab.trace.trace import Trace
+from pipelab_course.figures import quoted
 
 WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
     "A naive, whole batch",

@@ -18,7 +18,7 @@ from typing import Protocol, get_args, runtime_checkable
 
 from pipelab.checking.deadlock import deadlocks
 from pipelab.checking.memory import Memory
-from pipelab.checking.mistakes import diagnose
+from pipelab.checking.mistakes import main_mistake
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.residency import residency
 from pipelab.checking.rules import misplaced, missing
@@ -173,7 +173,7 @@ def check(
         return Faults(error.faults, error.subject)
     activations = memory_cap if memory is None else None
     judge = partial(_faults, memory_cap=activations, gather_cap=gather_cap, order=order, transport=transport)
-    mistake, meant, found = diagnose(plan, judge(plan), judge)
+    mistake, meant, found = main_mistake(plan, judge(plan), judge)
     if mistake is not None:
         first = replace(with_excerpt(plan, mistake), tried=meant)
         return Faults([first, *_with_excerpts(meant, found)], plan.name, plan, meant, order, transport)

@@ -38,7 +38,7 @@ class Mistake:
     clears: tuple[Code, ...]
 
 
-def diagnose(
+def main_mistake(
     plan: Plan, faults: Sequence[Fault], judge: Callable[[Plan], list[Fault]]
 ) -> tuple[Fault | None, Plan, list[Fault]]:
     """Return the mistake that explains most faults, if there is one; the plan that was meant; and its faults."""

@@ -14,14 +14,14 @@ from rich.text import Text
 
 import pipelab
 from pipelab.cli.options import Save, SaveTable, Sizes, Target, Times, grouped, untimed
-from pipelab.cli.printing import TABLE, TIMELINE, echo, require_writable, save_timeline, say, show, wrote
+from pipelab.cli.printing import TABLE, TIMELINE, echo, print_and_save, require_writable, save_timeline, say, wrote
 from pipelab.cli.targets import settings
 from pipelab.draw import text, wording
-from pipelab.draw.table import Column, Table
 from pipelab.draw.why import sentence
 from pipelab.errors import UsageError
 from pipelab.hub.flight_recorder import culprit
 from pipelab.hub.megatron import best_layout, read_layout, simulate_layout
+from pipelab.table import Column, Table
 
 
 def schedules() -> None:
@@ -77,7 +77,7 @@ def why(
         echo("\n".join(str(pipelab.what_if(trace, each)) for each in range(trace.ranks) if rank in (None, each)))
     elif rank is None:
         echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
-        show(trace.ledger.table, save)
+        print_and_save(trace.ledger.table, save)
     elif at is not None:
         echo(trace.why(rank, at))
     else:
@@ -144,8 +144,8 @@ def layout(
     """
     require_writable(save, TABLE)
     found = pipelab.layout(model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, top=top)
-    show(found.table, save)
-    show(found.terms, None)
+    print_and_save(found.table, save)
+    print_and_save(found.terms, None)
 
 
 @grouped
@@ -177,7 +177,7 @@ def megatron(
             {"layout": each, "makespan": trace.makespan, "bubble": trace.bubble, "bound": pipelab.lower_bound(trace)}
         )
     numbers = [Column("makespan", "", wording.number), Column("bound", "in any order", wording.number)]
-    show(Table(rows, [Column("layout"), *numbers, Column("bubble", "", wording.percent)]), save)
+    print_and_save(Table(rows, [Column("layout"), *numbers, Column("bubble", "", wording.percent)]), save)
 
 
 def frontier(

@@ -60,21 +60,21 @@ from pipelab.cli.printing import (
     faults_saved,
     folded,
     number,
+    print_and_save,
     require_writable,
     save_timeline,
     say,
-    show,
     write_any_letter,
     wrote,
 )
 from pipelab.cli.targets import existing
 from pipelab.draw import differences, text
-from pipelab.draw.table import Table
 from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
 from pipelab.hub import chakra, profiles, torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
+from pipelab.table import Table
 from pipelab.trace.diff import in_unit_of
 from pipelab.trace.trace import Trace
 
@@ -278,7 +278,7 @@ def compare(
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
     require_writable(save, TABLE if several else DIFF if diff else COMPARISON)
     if several:
-        show(_over_counts(targets, counts, sizes, times), save)
+        print_and_save(_over_counts(targets, counts, sizes, times), save)
         return
     subjects = sizes.find_all(targets)
     traces = times.traces(subjects, targets)
@@ -288,9 +288,9 @@ def compare(
         traces.append(_theirs(other, traces[0], scaled=traces[0] is not subjects[0]))
         targets.append(str(other))
     if diff:
-        show(pipelab.diff(traces[0], traces[1], names=targets), save)
+        print_and_save(pipelab.diff(traces[0], traces[1], names=targets), save)
     else:
-        show(pipelab.compare(*traces, bound=bound, names=targets), save)
+        print_and_save(pipelab.compare(*traces, bound=bound, names=targets), save)
 
 
 def _theirs(path: Path, ours: Trace, *, scaled: bool) -> Trace:
@@ -341,7 +341,7 @@ def run(targets: Targets, sizes: Sizes, work: Work, save: SaveRun = None) -> Non
     comparison, results = measure(targets, plans, work)
     say(f"{', '.join(plan.name for plan in plans)} on this machine")
     traces = [path for path in save or [] if path.suffix.lower() == ".json"]
-    show(comparison, [path for path in save or [] if path not in traces])
+    print_and_save(comparison, [path for path in save or [] if path not in traces])
     _conclude(results, ranks, command, work)
     for path in traces:
         wrote(results[0].measured.save(path))
@@ -358,7 +358,7 @@ def _run_over_counts(
     )
     ranks = max((result.measured.plan.ranks for result in results), default=0)
     say(f"One batch on this machine, {ranks} ranks; median of {work.measured_steps} steps")
-    show(table, save)
+    print_and_save(table, save)
     _conclude(results, ranks, command, work)
 
 

@@ -21,14 +21,6 @@ def believable(measured: float, predicted: float | None, others: float) -> bool:
     return others <= _NOTICED and (predicted is None or abs(measured - predicted) <= _OFF * abs(predicted))
 
 
-def quoted(measured: str, predicted: str | None, believed: bool) -> str:
-    """Return a measured figure with its prediction, which comes first if the measured one is not believed."""
-    shown = measured if believed else f"{measured}*"
-    if predicted is None:
-        return shown
-    return f"{shown} (predicted {predicted})" if believed else f"predicted {predicted} (measured {shown})"
-
-
 class Watch:
     """Watch the processor while steps run: `with watch:` adds a span.
 

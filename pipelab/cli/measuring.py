@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.simulation.comparison import Comparison, compare
+from pipelab.table import Column, Table
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:

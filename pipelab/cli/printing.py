@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from pipelab import draw, files
 from pipelab.checking.checker import Faults, as_plan, check
 from pipelab.draw import differences, graph, table, text, wording
-from pipelab.draw.table import Table
 from pipelab.errors import clean, require_suffix
 from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
@@ -24,6 +23,7 @@ from pipelab.plan.transfers import Order, Transport
 from pipelab.schedule import Schedule
 from pipelab.simulation.comparison import Comparison
 from pipelab.simulation.wire import lower
+from pipelab.table import Table
 from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
@@ -39,7 +39,6 @@ TIMELINE = ("a timeline", (*draw.FORMATS[draw.TRACE], ".csv"))
 RUN = ("a run", (*draw.FORMATS[draw.COMPARISON], ".json"))
 COMPARISON, DIFF, FAULTS = ((what, list(draw.FORMATS[what])) for what in (draw.COMPARISON, draw.DIFF, draw.FAULTS))
 TABLE = ("a table", table.SUFFIXES)
-WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".html"))
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 
@@ -103,7 +102,7 @@ def faults_saved(subject: Schedule | Plan, order: Order, transport: Transport, s
         raise
 
 
-def show(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:
+def print_and_save(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:
     """Print a comparison or a table, and write it to files."""
     if isinstance(shown, (Diff, Table)):
         lines = shown.text(_width()) if isinstance(shown, Table) else differences.text(shown, _width())

@@ -144,7 +144,7 @@ def save(what: str, subject: object, path: str | os.PathLike[str], width: float 
     return writers[suffix](subject, path, width=width)
 
 
-def show(trace: Trace) -> Path | None:
+def show_on_screen(trace: Trace) -> Path | None:
     """Show a trace as a figure in a notebook, and otherwise as a page in the web browser."""
     if _in_notebook():
         from IPython import display
@@ -173,7 +173,7 @@ WAYS |= {
         "html": trace_html,
         "svg": figure.svg,
         "axes": figure.plot,
-        "screen": show,
+        "screen": show_on_screen,
         "why": why.why,
         "save": partial(save, TRACE),
     },

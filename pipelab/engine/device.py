@@ -36,12 +36,10 @@ class RankDevice:
     Attributes:
         device: the device.
         share: the share, such as `"2 of 4"`; empty if no other rank uses the device.
-        stream: the CUDA stream that the rank uses; `None` for a new one.
     """
 
     device: torch.device
     share: str = ""
-    stream: torch.cuda.Stream | None = None
 
     def __str__(self) -> str:
         return f"{self.device} ({self.share})" if self.share else str(self.device)
@@ -316,7 +314,7 @@ class CudaStream(RankStream):
         super().__init__(runs_on, gpus)
         self.clock = clock
         self.device = runs_on.device
-        self.stream = runs_on.stream or torch.cuda.Stream(self.device)
+        self.stream = torch.cuda.Stream(self.device)
         self.mark, self.send, self.receive = self._mark, self._sent, self._received
 
     def enter(self, stack: ExitStack) -> None:

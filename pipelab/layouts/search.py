@@ -12,12 +12,12 @@ from pathlib import Path
 from pipelab.catalogue import schedules as catalogue
 from pipelab.catalogue.bases import Looped
 from pipelab.draw import wording
-from pipelab.draw.table import Column, Table
 from pipelab.errors import UsageError, require_size
 from pipelab.layouts.devices import Device
 from pipelab.layouts.devices import device as named
 from pipelab.layouts.estimate import Estimate, Layout
 from pipelab.layouts.transformer import Transformer
+from pipelab.table import Column, Table
 
 GB = 10**9
 _SHORT = 4096

@@ -15,7 +15,7 @@ import typer
 
 from pipelab import files
 from pipelab.cli.options import Times, grouped
-from pipelab.cli.printing import echo, folded, require_writable, show, wrote
+from pipelab.cli.printing import echo, folded, print_and_save, require_writable, wrote
 from pipelab.cli.targets import settings
 from pipelab.errors import PipelabError, UsageError, clean
 from pipelab.simulation.cost import Cost
@@ -108,7 +108,7 @@ def grade_command(
         shown = _shown(grade(found, assignment, limits, workers), found if several else [])
         complete = finished(_kept(shown, grades, partial(out.write, grades, several, skipped)), len(found), "graded")[1]
         if several:
-            show(report.failures(grades), None)
+            print_and_save(report.failures(grades), None)
         for path in out.write(grades, several, skipped):
             wrote(path)
     except (PipelabError, OSError) as error:

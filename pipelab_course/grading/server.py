@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pipelab.files import kernel_bytes
+from pipelab_course.figures import kernel_bytes
 from pipelab_course.grading import schedules
 from pipelab_course.grading.tasks import AmbiguousError, Assignment, marks_of, raised
 

@@ -46,9 +46,3 @@ def test_a_system_that_does_not_say_blames_nobody(monkeypatch):
         sum(range(1000))
     assert watch.others() == 0
     assert watch.own > 0
-
-
-def test_what_is_not_believed_stands_behind_its_prediction():
-    assert believing.quoted("110 ms", "100 ms", True) == "110 ms (predicted 100 ms)"
-    assert believing.quoted("120 ms", "100 ms", False) == "predicted 100 ms (measured 120 ms*)"
-    assert believing.quoted("120 ms", None, False) == "120 ms*"

@@ -13,13 +13,13 @@ import torch
 
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
-from pipelab.draw.table import Column, Table
 from pipelab.engine.pipeline import Pipeline
 from pipelab.plan.actions import Action
 from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule
 from pipelab.simulation import wire
+from pipelab.table import Column, Table
 
 from .recording import NATIVE, RUNTIME, NativeRefusalError, executed, executed_by_runtime, lowered_by_pytorch
 from .steps import Job, Outcome, fixed_model, fixed_task, group_of_one, run_in_processes, step_of_class, step_of_plan

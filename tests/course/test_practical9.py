@@ -15,6 +15,7 @@ from pipelab.cli import measuring
 from pipelab.cli.believing import LEGEND
 from pipelab.errors import BatchError, UsageError
 from pipelab_course import commands, practical9
+from pipelab_course.figures import quoted
 from pipelab_course.practical9 import GPIPE, LOOP, METHODS, ONE_BY_ONE, TRUE, WHOLE
 
 SCRIPTS = Path(__file__).parents[2] / "tutorials" / "practical9"
@@ -220,3 +221,9 @@ def test_a_script_runs_the_order_of_its_method_for_the_same_loss(capsys, monkeyp
     schedule = runpy.run_path(str(SCRIPTS / f"{script}.py"))["schedule"]
     assert schedule.plan() == getattr(pipelab, kind)(schedule.ranks, schedule.microbatches).plan()
     assert "loss 1.0016" in capsys.readouterr().out
+
+
+def test_what_is_not_believed_stands_behind_its_prediction():
+    assert quoted("110 ms", "100 ms", True) == "110 ms (predicted 100 ms)"
+    assert quoted("120 ms", "100 ms", False) == "predicted 100 ms (measured 120 ms*)"
+    assert quoted("120 ms", None, False) == "120 ms*"

@@ -828,7 +828,7 @@ def test_show_opens_a_page_and_prints_its_path_where_there_is_no_browser(trace, 
     assert opened == [path.as_uri() for path in tmp_path.iterdir()] != []
     assert capsys.readouterr().out == ""
     monkeypatch.setattr("webbrowser.open", lambda _: False)
-    path = draw.show(trace)
+    path = draw.show_on_screen(trace)
     assert str(path) in capsys.readouterr().out
     assert path.read_text(encoding="utf-8") == page.page(trace)
 
@@ -838,7 +838,7 @@ def test_show_displays_the_figure_in_a_notebook(trace, monkeypatch):
     shown = []
     monkeypatch.setattr(draw, "_in_notebook", lambda: True)
     monkeypatch.setattr(display, "display", shown.append)
-    assert draw.show(trace) is None
+    assert draw.show_on_screen(trace) is None
     (figure,) = shown
     assert "time (units)" in figure.data
 

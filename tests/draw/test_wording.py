@@ -94,3 +94,9 @@ def test_a_pixel_of_a_strip_is_as_busy_as_its_time():
 def test_a_pages_numbers_are_differences_and_runs_of_them_are_short():
     assert _column("AABABAB", [0, 1, 0, 2, 1, 3, 2]) == [0, 1, 0, [1, 4]]
     assert _runs([1, 2, 2, 2, 2, 2, 3, 3]) == [1, [2, 5], 3, 3]
+
+
+def test_a_diffs_table_counts_the_actions_that_it_leaves_out():
+    even, uneven = (pipelab.simulate(GPipe(2, 1), Cost(forward=forward)) for forward in (1, [1, 1.5]))
+    notes = [differences.table(pipelab.diff(even, uneven), most=most).notes[-1] for most in (2, 1)]
+    assert notes == ["1 more action changes, with a smaller effect", "2 more actions change, with a smaller effect"]

@@ -14,7 +14,6 @@ from fake_cuda import FakeGPU
 from torch import nn
 
 from pipelab import GPipe, OneFOneB, Pipeline, schedules
-from pipelab.engine.device import RankDevice
 from pipelab.errors import StageError
 
 
@@ -58,10 +57,10 @@ class Launches(nn.Linear):
         self.done = {"F": 0, "B": 0}
 
 
-def piped(gpu, schedule, devices=None):
+def piped(gpu, schedule):
     """Return a pipeline of such stages, and its model."""
     model = nn.Sequential(*(Launches(gpu, stage) for stage in range(schedule.ranks)))
-    return Pipeline(model, schedule, mse, devices=devices or ["cuda:0"] * schedule.ranks), model
+    return Pipeline(model, schedule, mse, devices=["cuda:0"] * schedule.ranks), model
 
 
 def actions(plan, step=0):
@@ -110,15 +109,6 @@ def test_after_a_failed_step_too_the_callers_work_comes_behind_what_was_launched
         pipe.step(*plain.batch(4))
     gpu.launch("zero_grad")
     assert {(0, "0F0"), (0, "1F0")} <= gpu.before["zero_grad"]
-
-
-def test_a_rank_runs_on_the_stream_that_its_device_names(gpu):
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    devices = [RankDevice(torch.device("cuda", 0), f"{rank + 1} of 2", stream) for rank, stream in enumerate(streams)]
-    with piped(gpu, GPipe(2, 2), devices)[0] as pipe:
-        pipe.step(*plain.batch(4))
-    for rank, stream in enumerate(streams):
-        assert {each for each in actions(pipe.plan) if each[1][0] == str(rank)} <= stream.over
 
 
 def test_ranks_on_one_gpu_share_its_clock_and_a_processor_has_the_hosts(gpu):

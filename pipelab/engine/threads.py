@@ -114,7 +114,7 @@ class ThreadsEngine(Engine):
         done: Outcomes = queue.SimpleQueue()
         running: dict[Worker, int] = {}
         try:
-            step.streams = self.random.begin(self.stages.modules, self.runners.modules)
+            step.streams = self.random.begin(self.stages.modules, self.runners.modules, learning=loss is not None)
             with quick_switches():
                 for rank, worker in enumerate(self._workers):
                     running[worker] = rank

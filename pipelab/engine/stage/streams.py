@@ -320,33 +320,38 @@ class Streams:
         if self._gpus:
             _see_draws("CUDA")
         self._layers: list[tuple[object, ...]] = []  # as they were when it was learned which draw
-        self.learned = False
+        self._learned = self._everywhere = self._spread = False
         self._drawing: set[str] = set()
-        self._spread = False
-        self._first: dict[tuple[int, str], int] = {}
         self._warned = False
         self._before: list[bytes] = []
         self._hooks: list[RemovableHandle] = []
         self.last = StepStreams(0)
 
     def begin(
-        self, own: Sequence[nn.Module], running: Mapping[tuple[int, int], nn.Module], seed: int | None = None
+        self,
+        own: Sequence[nn.Module],
+        running: Mapping[tuple[int, int], nn.Module],
+        seed: int | None = None,
+        *,
+        learning: bool,
     ) -> StepStreams:
-        """Begin a step of these stages, which runs some modules by stage and rank."""
+        """Begin a step of these stages, which runs some modules by stage and rank.
+
+        Hooks keep `nn.TransformerEncoder` from its quick way, so an evaluation has none unless something draws.
+        """
         layers = [*_settings(own)]
         if layers != self._layers:
-            self._layers = layers
-            self.learned = not any(each.training for each in self._named.modules() if not [*each.children()])
-            self._drawing = set()
+            self._layers, self._learned, self._drawing = layers, False, set()
             self._spread = any(hasattr(each, "to_local") for module in own for each in module.parameters())
-        self._before = self._states()
-        self._first = {}
-        if not self.learned or self._drawing:
+        trains = learning or any(each.training for each in self._named.modules() if not [*each.children()])
+        self._everywhere = not self._learned and (trains or bool(self._drawing))
+        self._before, first = self._states(), {}
+        if self._everywhere or self._drawing:
             names = self._names(own, running)
-            self._first = _first(names, own)
-            hooked = {each: name for each, name in names.items() if not self.learned or name in self._drawing}
+            first = _first(names, own)
+            hooked = {each: name for each, name in names.items() if self._everywhere or name in self._drawing}
             self._hooks = _hooked(hooked)
-        self.last = StepStreams(peek() if seed is None else seed, self._first, self._spread)
+        self.last = StepStreams(peek() if seed is None else seed, first, self._spread)
         return self.last
 
     def end(self) -> None:
@@ -359,7 +364,7 @@ class Streams:
         """Learn from a step that has succeeded; move the caller's generator, if something drew, of all processes."""
         if self.last.drew:
             _latest[:] = [self.last]
-        self.learned = self.last.drew <= self._drawing or not self.learned
+        self._learned = self._everywhere or (self._learned and self.last.drew <= self._drawing)
         self._drawing |= self.last.drew
         if self._states() != self._before and not self._warned:
             self._warned = True
@@ -374,7 +379,7 @@ class Streams:
 
     def watch(self, own: Sequence[nn.Module]) -> None:
         """Learn anew in the next step which layers draw."""
-        self._layers, self.learned = [*_settings(own)], False
+        self._layers, self._learned = [*_settings(own)], False
 
     @contextmanager
     def plainly(self, models: Sequence[nn.Module], seed: int) -> Iterator[StepStreams]:

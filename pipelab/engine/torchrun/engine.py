@@ -185,7 +185,8 @@ class TorchEngine(Engine):
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step
-            step.streams = self.random.begin(self.stages.modules, self.runners.modules, self._seed)
+            own, running = self.stages.modules, self.runners.modules
+            step.streams = self.random.begin(own, running, self._seed, learning=step.loss is not None)
             try:
                 self._go(step)
             finally:

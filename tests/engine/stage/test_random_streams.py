@@ -202,6 +202,23 @@ def test_an_evaluation_in_training_mode_drops_what_a_step_drops():
         assert torch.equal(pipe.step(x, y).outputs, outputs)
 
 
+def test_a_dropout_that_is_on_in_evaluation_draws_the_same_from_the_first_step_on():
+    found = []
+    for ranks in (1, 2, 4):
+        model, x, y = whole(4, drop=lambda: Calls(partial(dropout, p=0.5)))
+        found.append(stepped(model.eval(), OneFOneB(ranks, 8), x, y))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_an_evaluation_puts_no_hooks_on_layers_that_are_not_in_training():
+    seen = []
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), Calls(lambda x: seen.append(hooks_of(model)) or x)).eval()
+    with Pipeline(model, GPipe(3, 1), mse) as pipe:
+        pipe.forward(plain.batch(4)[0])
+    assert seen == [[(0, 0)] * 4]
+
+
 # what runs again
 
 
@@ -378,12 +395,14 @@ def test_a_model_that_draws_nothing_has_neither_hooks_nor_generators(monkeypatch
     x, y = plain.batch(8)
     with Pipeline(model, GPipe(5, 2), mse) as pipe:
         monkeypatch.setattr("pipelab.engine.stage.streams._Action.generator", Mock(side_effect=AssertionError))
-        pipe.step(x, y)
-        monkeypatch.setattr("pipelab.engine.stage.streams._hooked", Mock(side_effect=AssertionError))
-        pipe.step(x, y)
-        pipe.forward(x)
-        model.eval()
-        pipe.step(x, y)
+        for mode in (model.train, model.eval):
+            mode()
+            model[3].eval()
+            pipe.step(x, y)
+            with monkeypatch.context() as none:
+                none.setattr("pipelab.engine.stage.streams._hooked", Mock(side_effect=AssertionError))
+                pipe.step(x, y)
+                pipe.forward(x)
 
 
 def test_a_probability_a_mode_or_a_layer_that_changes_is_noticed():

@@ -20,7 +20,7 @@ _MOST_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Shift:
     """Some actions that a rank should yield before another one."""
 
     rank: int
@@ -28,7 +28,7 @@ class Move:
     before: int
 
 
-def rows_after(bound: BoundPlan, moves: Iterable[Move]) -> list[list[int]]:
+def rows_after(bound: BoundPlan, moves: Iterable[Shift]) -> list[list[int]]:
     """Return the rows after the moves."""
     before: dict[int, tuple[int, ...]] = {}
     for move in moves:
@@ -51,7 +51,7 @@ def describe(parts: list[tuple[int, str]]) -> str:
     return "; ".join(f"on rank {rank}, yield {', '.join(text for _, text in group)}" for rank, group in by_rank)
 
 
-def parts_of(bound: BoundPlan, moves: Sequence[Move]) -> list[tuple[int, str]]:
+def parts_of(bound: BoundPlan, moves: Sequence[Shift]) -> list[tuple[int, str]]:
     """Return (rank, words) for each move, or for a sequence of moves with equal steps between them."""
     names = {rank: as_yielded(bound, rank) for rank in {move.rank for move in moves}}
     parts: list[tuple[int, str]] = []
@@ -64,7 +64,7 @@ def parts_of(bound: BoundPlan, moves: Sequence[Move]) -> list[tuple[int, str]]:
     return parts
 
 
-def _alike(bound: BoundPlan, moves: Sequence[Move]) -> int:
+def _alike(bound: BoundPlan, moves: Sequence[Shift]) -> int:
     """Return how many moves begin a sequence with equal steps between them: three or more, or one."""
     steps = (_step(bound, *pair) for pair in pairwise(moves))
     step = next(steps, None)
@@ -74,7 +74,7 @@ def _alike(bound: BoundPlan, moves: Sequence[Move]) -> int:
     return count if count > 2 else 1
 
 
-def _step(bound: BoundPlan, one: Move, other: Move) -> int | None:
+def _step(bound: BoundPlan, one: Shift, other: Shift) -> int | None:
     """Return by how many micro-batches two moves differ; `None` if they differ in anything else."""
     if one.rank != other.rank or len(one.moved) != len(other.moved):
         return None
@@ -90,7 +90,7 @@ def _further(bound: BoundPlan, one: int, other: int) -> int | None:
     return microbatch[other] - microbatch[one] if alike else None
 
 
-def _words(bound: BoundPlan, move: Move, name: Callable[[int], str]) -> str:
+def _words(bound: BoundPlan, move: Shift, name: Callable[[int], str]) -> str:
     """Return `F(1) to F(7) before B(0)`."""
     runs: list[list[int]] = []
     for code in move.moved:
@@ -249,7 +249,7 @@ def _new_order(trials: _Trials, cycle: Sequence[int]) -> Repair | None:
     return next((repair for repair in tried if repair.words), None)
 
 
-def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Move]]:
+def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Shift]]:
     """Yield, as long as the budget lasts, the new orders of a single rank with which the whole plan runs."""
     for rank in dict.fromkeys(ranks):
         if not trials.spent(_TRIAL_ACTIONS):
@@ -258,7 +258,7 @@ def _of_one_rank(trials: _Trials, ranks: Sequence[int]) -> Iterator[list[Move]]:
                 yield moves
 
 
-def _descriptions(trials: _Trials, moves: list[Move]) -> Iterator[Repair]:
+def _descriptions(trials: _Trials, moves: list[Shift]) -> Iterator[Repair]:
     """Yield an order in words, if few are enough, then similar orders that need fewer words, if they run too."""
     bound = trials.bound
     rows = rows_after(bound, moves)
@@ -286,7 +286,7 @@ def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Iterator[Repair]:
         yield Repair(words, rows)
 
 
-def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Move], bool]:
+def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Shift], bool]:
     """Return which actions the free ranks must run earlier so that all ranks finish, and whether all then finish.
 
     Every rank runs in the order of its row. If no rank can move, a free rank runs an action that another rank waits
@@ -302,7 +302,7 @@ def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Move], bool
         walk.early.add(code)
         walk.run(walk.give(code))
     moves = [
-        Move(rank, tuple(code for *_, code in group), before)
+        Shift(rank, tuple(code for *_, code in group), before)
         for (rank, before), group in groupby(sorted(early, key=itemgetter(0)), key=itemgetter(0, 1))
     ]
     return moves, not walk.waits_for

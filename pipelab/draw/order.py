@@ -42,7 +42,7 @@ _CELL, _LETTER = 0.5, 0.085
 _LONGEST_COMPARED = 400
 
 State = Literal["ran", "blocked", "waiting", "missing"]
-Place = tuple[int | None, int | None]
+Spot = tuple[int | None, int | None]
 """A fault's rank and position."""
 
 
@@ -249,7 +249,7 @@ def _rows(plan: Plan, faults: Sequence[Fault] = ()) -> list[list[Cell]]:
     return [*rows, nowhere] if nowhere else rows
 
 
-def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Place], over: set[Place]) -> list[Cell]:
+def _row(plan: Plan, rank: int, stuck: int | None, struck: set[Spot], over: set[Spot]) -> list[Cell]:
     """Return the items that a rank lists and the all-reduces that pipelab inserts, in order."""
     bound, written = plan.bound, plan.written[rank]
     row, placed = bound.lists[rank], bound.placed(rank)

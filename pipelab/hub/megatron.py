@@ -20,7 +20,7 @@ from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
 from pipelab.trace.trace import Trace
 
-Times = Mapping[str, float | tuple[float, float]]
+LayerTimes = Mapping[str, float | tuple[float, float]]
 """By letter, how long a layer's forward takes, and its backward twice as long; or both."""
 
 _Place = tuple[tuple[int, ...], int]  # how many decoder layers each stage has, and which stage has all m
@@ -88,7 +88,7 @@ def write_layout(stages: Sequence[str]) -> str:
     return "".join(f"({stage}|)*{many}" if many > 2 else f"{stage}|" * many for stage, many in runs) + short[-1]
 
 
-def layout_cost(stages: Sequence[str], times: Times, cost: Cost | None = None) -> Cost:
+def layout_cost(stages: Sequence[str], times: LayerTimes, cost: Cost | None = None) -> Cost:
     """Return the cost of stages: times of work from their layers, and what transfers take from `cost`.
 
     Example:
@@ -111,7 +111,7 @@ def layout_cost(stages: Sequence[str], times: Times, cost: Cost | None = None) -
 
 
 def simulate_layout(
-    schedule: Plan | ScheduleLike, text: str | Sequence[Sequence[str]], times: Times, cost: Cost | None = None
+    schedule: Plan | ScheduleLike, text: str | Sequence[Sequence[str]], times: LayerTimes, cost: Cost | None = None
 ) -> Trace:
     """Return the step of a schedule with a layout; `best_layout` says what the arguments are.
 
@@ -136,7 +136,7 @@ def simulate_layout(
 
 
 def best_layout(
-    schedule: Plan | ScheduleLike, decoders: int, times: Times, *, mtp: int = 0, cost: Cost | None = None
+    schedule: Plan | ScheduleLike, decoders: int, times: LayerTimes, *, mtp: int = 0, cost: Cost | None = None
 ) -> str:
     """Return the quickest layout of so many layers that a search finds.
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from pipelab.errors import UsageError
-from pipelab.simulation.cost import Link, all_reduce_time
+from pipelab.simulation.cost import Speed, all_reduce_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Device:
     fitted: str
     source: str
 
-    def link(self, *, inside: bool = True, members: int = 1) -> Link:
+    def link(self, *, inside: bool = True, members: int = 1) -> Speed:
         """Return latency and bandwidth of a message; between nodes, with the network cards of `members` devices."""
         near, far = self.inside * self.link_share, self.between * self.link_share * members
         return (self.inside_latency, near) if inside else (self.between_latency, min(near, far))

@@ -35,7 +35,7 @@ Subject = Trace | Plan | ScheduleLike
 Placed = tuple[float, float, float]
 """A job's earliest start, its time, and the shortest time after it."""
 
-Held = tuple[int, int | None, int]
+Holding = tuple[int, int | None, int]
 """From the start of which job something is held, to the end of which one, and how much it is."""
 
 Gradients = tuple[tuple[int, ...], int]
@@ -81,11 +81,11 @@ class Work:
     memory: Memory
 
     @cached_property
-    def held(self) -> list[list[Held]]:
+    def held(self) -> list[list[Holding]]:
         """For each rank, what it holds: one activation, or bytes; to `None` is to the end of the step."""
         return [list(self._held_on(rank)) for rank in range(self.plan.ranks)]
 
-    def _held_on(self, rank: int) -> Iterator[Held]:
+    def _held_on(self, rank: int) -> Iterator[Holding]:
         """Yield what a rank holds: of a micro-batch on a stage, what was added last is freed first."""
         bound, stacks = self.plan.bound, defaultdict[tuple[int, int], list[tuple[int, int]]](list)
         for code, change in zip(bound.lists[rank], self.memory.changes(bound, rank), strict=True):

@@ -22,7 +22,7 @@ Number = float | Sequence[float]
 PerSlot = Number | Callable[[int, int], float]
 """The same, or a function of (micro-batch, stage)."""
 
-Link = tuple[float, float | None]
+Speed = tuple[float, float | None]
 """Latency, and bytes per unit of time; without the second, size does not matter."""
 
 _WORK = ("forward", "backward", "input_grad", "weight_grad", "recompute")
@@ -88,8 +88,8 @@ class Links:
     """
 
     ranks_per_node: int
-    inside: Link
-    between: Link
+    inside: Speed
+    between: Speed
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a link."""

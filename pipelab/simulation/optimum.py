@@ -18,7 +18,7 @@ from pipelab.checking.memory import ACTIVATIONS, Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
-from pipelab.simulation.bounds import Held, Work, lower_bound, work_of
+from pipelab.simulation.bounds import Holding, Work, lower_bound, work_of
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost, as_cost
 
@@ -310,7 +310,7 @@ class _Program:
             self.model.add_no_overlap([span for span, job in zip(spans, work.jobs, strict=True) if rank in job.ranks])
 
     def _keep(
-        self, room: int, ends: list[Any], last: int, held: Sequence[Held], gradients: Sequence[tuple[Any, int]]
+        self, room: int, ends: list[Any], last: int, held: Sequence[Holding], gradients: Sequence[tuple[Any, int]]
     ) -> None:
         """Let a rank never hold more than there is room for."""
         model = self.model

@@ -112,3 +112,13 @@ def test_the_table_has_a_row_for_each_rank_and_one_for_all():
     assert [row["rank"] for row in rows] == ["0", "1", "2", "3", "all"]
     assert rows[-1]["idle"] == 36
     assert Fraction(rows[-1]["share"]).limit_denominator(100) == Fraction(3, 11)
+
+
+def test_a_ledgers_table_has_a_row_for_each_rank_and_one_for_all():
+    lines = str(pipelab.simulate(pipelab.GPipe(2, 2)).ledger.table).splitlines()
+    assert lines[0] == "rank  work  fill  dependency  drain  idle  idle share"
+    assert lines[2:4] == [
+        "1        6     1           -      2     3      33.3 %",
+        "all     12     1           3      2     6      33.3 %",
+    ]
+    assert lines[-1] == "2 ranks x 9 = 18 = work 12 + fill 1 + dependency 3 + drain 2"

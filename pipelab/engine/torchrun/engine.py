@@ -29,7 +29,7 @@ from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks, versions, written_error
 from pipelab.engine.stage.snapshot import overwrite
 from pipelab.engine.stage.streams import Streams, peek
-from pipelab.engine.torchrun.exchange import Clock, agree, describe_batch, gathered, set_clocks, share
+from pipelab.engine.torchrun.exchange import SharedClock, agree, describe_batch, gathered, set_clocks, share
 from pipelab.engine.torchrun.messages import (
     Connections,
     Shapes,
@@ -96,7 +96,7 @@ class TorchEngine(Engine):
         self._row = [plan.bound.codes.action(code) for code in plan.bound.computing[rank]]
         self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
         self._metas: dict[str, dict[Shapes, list[ValueMeta]]] = {}
-        self._clock = Clock()
+        self._clock = SharedClock()
         self.random = Streams(stages.named, [devices[rank]])
         self._seed = 0  # of the random numbers of the next step
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given

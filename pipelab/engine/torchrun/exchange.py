@@ -156,7 +156,7 @@ _ROUNDS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class SharedClock:
     """How far this process's clock is ahead of rank 0's: on several machines, clocks count from different moments."""
 
     ahead_ns: int = 0
@@ -164,7 +164,7 @@ class Clock:
     set_at: int = 0  # on this process's clock
 
 
-def set_clocks(group: dist.ProcessGroup) -> Clock:
+def set_clocks(group: dist.ProcessGroup) -> SharedClock:
     """Compare every process's clock with rank 0's; all processes must call it.
 
     Rank 0 asks each other process for its time, some times, and uses the shortest round: the clock was read between
@@ -179,7 +179,7 @@ def set_clocks(group: dist.ProcessGroup) -> Clock:
             length, ahead = min(rounds)
             found[other] = torch.tensor([ahead if abs(ahead) > length // 2 else 0, length // 2])
     dist.broadcast(found, group=group, group_src=0)
-    return Clock(int(found[rank, 0]), int(found[:, 1].max()), time.perf_counter_ns())
+    return SharedClock(int(found[rank, 0]), int(found[:, 1].max()), time.perf_counter_ns())
 
 
 def _round(other: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -205,7 +205,7 @@ _ARRIVED_NS = 20_000
 _LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock) -> tuple[StepState, bool]:
+def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: SharedClock) -> tuple[StepState, bool]:
     """Exchange times and losses; of an evaluation, which has no loss, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 2` whole numbers from each. Gathers
@@ -241,7 +241,7 @@ def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: Clock)
     return state, bool(found[:, -1].any())
 
 
-def _times(step: ProcessStep, clock: Clock) -> list[list[int]]:
+def _times(step: ProcessStep, clock: SharedClock) -> list[list[int]]:
     """Return when this process's actions, then its moves, began and ended, on rank 0's clock."""
     moved = zip(*step.mine.moves, strict=True)
     marks = ([*own, *next(moved, ())] for own in (step.mine.begun, step.mine.ended))

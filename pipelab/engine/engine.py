@@ -70,14 +70,14 @@ class Engine(ABC):
             for each in updating:
                 each.frozen = False
 
-    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext) -> None:  # noqa: ARG002 - one process
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part) -> None:  # noqa: ARG002 - one process
         """Compare a call with the other processes', and complete the parts of its batch; all raise what is wrong."""
-        for error in filter(None, (part.error for part in parts)):
+        for error in filter(None, (part.error for part in (*parts, named))):
             raise error
 
-    def share_batch(self, x: Any, y: Any) -> Sequence[Any]:
-        """Return inputs and targets, from other processes where this one was given none."""
-        return x, y
+    def share_batch(self, x: Any, y: Any, keywords: dict[str, Any]) -> Sequence[Any]:
+        """Return inputs, targets and keywords, from other processes where this one was given none."""
+        return x, y, keywords
 
     @abstractmethod
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:

@@ -7,7 +7,7 @@ autograd keeps the tensor: so what is alive after an action is what the rank hol
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,6 +17,7 @@ import torch
 from pipelab.checking.memory import Memory
 from pipelab.engine.engine import Assembly, Step
 from pipelab.engine.stage.autograd import saving_hooks, unpacked
+from pipelab.engine.stage.batch import split_batch
 from pipelab.engine.stage.inputs import microbatches
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import restored
@@ -32,25 +33,28 @@ Tensors = WeakValueDictionary[int, torch.Tensor]
 """Those that are alive, by identity."""
 
 
-def alone_on_ranks(pipe: Assembly, x: Any, y: Any) -> tuple[Plan, tuple[Any, Any]]:
+def alone_on_ranks(pipe: Assembly, x: Any, y: Any, keywords: Mapping[str, Any] | None) -> tuple[Plan, tuple[Any, ...]]:
     """Return a plan that runs one micro-batch, each stage on its own rank, and the batch's first micro-batch.
 
     If the plan runs the last stage again (`C`), its backward may need the second output, beside the first, which the
     step keeps. So that stage runs again here too.
     """
     _require_threads(pipe)
-    ready = pipe.cut.ready({"x": x, "y": y})
+    ready = pipe.cut.ready({"x": x, "y": y, "keywords": dict(keywords or {})})
     rows = [f"{stage}F0 {stage}I0 {stage}W0" for stage in range(pipe.plan.stages)]
     if pipe.plan.bound.listed("C", last := pipe.plan.stages - 1):
         rows[last] = f"{last}F0 {last}C0 {last}I0 {last}W0"
-    first_x, first_y = (pipe.cut.whole(name, value, ready).pieces[0] for name, value in (("x", x), ("y", y)))
-    return Plan.parse(rows), (microbatches([first_x]), microbatches([first_y]))
+    whole_x, whole_y = (pipe.cut.whole(name, value, ready) for name, value in (("x", x), ("y", y)))
+    firsts = (microbatches([part.pieces[0]]) for part in (whole_x, whole_y))
+    named = split_batch(dict(keywords or {}), whole_x.counts, pipe.cut.batch_dim)[0]
+    return Plan.parse(rows), (*firsts, {name: microbatches([value]) for name, value in named.items()})
 
 
-def stage_memory(alone: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimizer | None) -> Memory:
+def stage_memory(alone: Assembly, batch: Sequence[Any], optimizer: torch.optim.Optimizer | None) -> Memory:
     """Return the bytes of every stage, of a pipeline with the plan of `alone_on_ranks`."""
     sent: dict[int, int] = {}
-    curves = step_memory(alone, x, y, optimizer, sent).curves
+    x, y, keywords = batch
+    curves = step_memory(alone, x, y, keywords, optimizer, sent).curves
     forward, input_grad, weight_grad = zip(*(curve[-3:] for curve in curves), strict=True)
     return Memory(
         weights=[held.weights for held in weight_grad],
@@ -64,18 +68,23 @@ def stage_memory(alone: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimiz
 
 
 def step_memory(
-    pipe: Assembly, x: Any, y: Any, optimizer: torch.optim.Optimizer | None, sent: dict[int, int] | None = None
+    pipe: Assembly,
+    x: Any,
+    y: Any,
+    keywords: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    sent: dict[int, int] | None = None,
 ) -> MemoryUse:
     """Return what every rank held after each action of one step; in `sent`, by stage, the bytes of its last output."""
     engine = _require_threads(pipe)
     gpus = {each.device for each in engine.devices if each.device.type == "cuda"}
-    with restored(pipe.modules, [x, y]):
-        watch = _Watch(engine, [x, y], optimizer, {} if sent is None else sent)
+    with restored(pipe.modules, [x, y, keywords]):
+        watch = _Watch(engine, [x, y, keywords], optimizer, {} if sent is None else sent)
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
             torch.cuda.reset_peak_memory_stats(gpu)
         with torch.autograd.graph.saved_tensors_hooks(watch.pack, unpacked), engine.watched_by(watch):
-            state, loss = pipe.run(x, y)
+            state, loss = pipe.run(x, y, keywords)
         trace = Step(loss.total(), state, pipe.plan, engine.labels).trace
         allocated = {str(gpu): torch.cuda.max_memory_allocated(gpu) for gpu in gpus}
     curves = tuple(

@@ -26,6 +26,7 @@ from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, join, join_outputs, weights_of
+from pipelab.engine.stage.inputs import require_taken
 from pipelab.engine.stage.loss import Loss, require_loss, warn_of_another_average, warned_of_targets
 from pipelab.engine.stage.replicas import Buffers
 from pipelab.engine.stage.updates import MakeOptimizer
@@ -182,7 +183,14 @@ class Pipeline:
         self._warned_of_nan = False
         self._warned = False  # of a loss that does not average over rows: once is enough
 
-    def step(self, x: Any = None, y: Any = None, scaler: torch.amp.GradScaler | None = None) -> Step:
+    def step(
+        self,
+        x: Any = None,
+        y: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Step:
         """Run all micro-batches forward and backward, adding to the parameters' `.grad`.
 
         Args:
@@ -194,6 +202,8 @@ class Pipeline:
             scaler: pass it instead of calling `scaler.scale(loss).backward()`: pipelab multiplies gradients by its
                 scale, but not the loss. Call `scaler.unscale_`, `step` and `update` as usual. If gradients overflow in
                 one process, the scalers of all processes skip the step.
+            keywords: values by name, cut as `x` is: each stage's module gets those that its `forward` names, beside
+                its input. Of several processes, each needs those of its own stages.
 
         Returns:
             The loss of the whole batch, its outputs, and the trace.
@@ -214,12 +224,12 @@ class Pipeline:
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
         if scaler is None or not scaler.is_enabled():
-            state, loss = self.run(x, y)
+            state, loss = self.run(x, y, keywords)
         else:
             own = list(self.parameters())
             one = torch.ones((), device=own[0].device)
             scale = float(scaler.scale(one))
-            state, loss = self.run(x, y, scale=scale)
+            state, loss = self.run(x, y, keywords, scale=scale)
             if own[-1] is self._nothing:
                 self._nothing.grad = torch.zeros_like(self._nothing)  # a scaler refuses an optimizer without gradients
             self.engine.share_overflow(own, scale)
@@ -236,30 +246,33 @@ class Pipeline:
             warn_of_another_average(loss, self.reduction, lambda: self._pair(state, loss))
         return Step(total, state, self.plan, tuple(self.engine.labels))
 
-    def run(self, x: Any, y: Any, only: int | None = None, scale: float = 1.0) -> tuple[StepState, Loss]:
+    def run(
+        self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None, scale: float = 1.0
+    ) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
-        inputs, targets = self._cut(x, y, only)
-        with self._alone("step(x, y)", inputs, targets) as caller:
+        inputs, targets, named = self._cut(x, y, keywords, only)
+        with self._alone("step(x, y)", named, inputs, targets) as caller:
             loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale, targets.ways)
             state = self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan)
             state.counts, state.joined = inputs.counts, partial(self.cut.joined, inputs=inputs)
             return state, loss
 
-    def forward(self, x: Any = None) -> Any:
+    def forward(self, x: Any = None, *, keywords: Mapping[str, Any] | None = None) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
 
         The modules' training mode is yours: call `pipe.eval()` before and `pipe.train()` after.
 
         Args:
             x: the batch, `[rows, ...]`, as in `step`.
+            keywords: as in `step`.
 
         Raises:
             BatchError: as in `step`.
             SplitError: likewise.
             StageError: if a stage raised.
         """
-        inputs, _ = self._cut(x, None)
-        with self._alone("forward(x)", inputs) as caller:
+        inputs, _, named = self._cut(x, None, keywords)
+        with self._alone("forward(x)", named, inputs) as caller:
             state = self.engine.run(inputs.pieces, None, caller)
         return self.cut.joined(state.outputs, inputs)
 
@@ -268,11 +281,13 @@ class Pipeline:
         outputs = join_outputs(state.outputs[:2], state.counts, self.cut.batch_dim)
         return outputs, join(loss.targets[:2], loss.ways)
 
-    def _cut(self, x: Any, y: Any, only: int | None = None) -> tuple[Part, Part]:
+    def _cut(
+        self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None
+    ) -> tuple[Part, Part, Part]:
         """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
         self.stages.require_same_parts()
         self.stages.require_no_lost_hooks()
-        inputs, targets = self._parts({"x": x, "y": y})
+        inputs, targets = self._parts({"x": x, "y": y, **({"keywords": keywords} if keywords else {})})
         try:
             if targets.pieces:
                 _require_same_rows([inputs, targets])
@@ -284,13 +299,25 @@ class Pipeline:
         if only is not None:
             counted = self.cut.sequences[only]
             targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
-        return inputs, targets
+        return inputs, targets, self._keywords(dict(keywords or {}), {"x": x, "y": y})
+
+    def _keywords(self, given: dict[str, Any], others: Mapping[str, Any]) -> Part:
+        """Cut keywords into micro-batches; refuse one that no stage takes."""
+        part = Part("keywords", here=True)
+        if given:
+            try:
+                require_taken(self.stages.modules, given)
+                return self.cut.keywords(given, self.cut.ready({**others, "keywords": given}))
+            except (BatchError, UsageError) as error:
+                part.error = error
+        return part
 
     def _parts(self, given: Mapping[str, Any]) -> Iterator[Part]:
         """Yield inputs and targets in micro-batches, as far as this process was given them."""
         needed = {"x": "first" if self.is_first else "", "y": "last" if self.is_last else ""}
-        for name, value in given.items():
-            part, which = Part(name, value is not None), needed[name]
+        for name, which in needed.items():
+            value = given[name]
+            part = Part(name, value is not None)
             if part.here:
                 try:
                     part = self.cut.part(name, value, self.cut.ready(given))
@@ -304,7 +331,7 @@ class Pipeline:
             yield part
 
     @contextmanager
-    def _alone(self, call: str, *parts: Part) -> Iterator[CallerContext]:
+    def _alone(self, call: str, named: Part, *parts: Part) -> Iterator[CallerContext]:
         """Return a context in which no other thread runs micro-batches, nor a signal handler of this one.
 
         All processes have agreed on the call and the batch, and the stages are ready for it.
@@ -318,16 +345,25 @@ class Pipeline:
             try:
                 self._running = True
                 caller = self.caller()
-                self.engine.agree(call, parts, caller)
+                self.engine.agree(call, parts, caller, named)
                 _require_same_rows(parts)
+                _require_same_rows([parts[0], named])
                 modules = self.stages.ready(parts[0].pieces, parts[0].counts)
-                with self.engine.runners.running(modules, learning=len(parts) > 1):
+                with (
+                    self.engine.runners.running(modules, learning=len(parts) > 1),
+                    self.engine.runners.called_with(named.pieces),
+                ):
                     yield caller
             finally:
                 self._running = False
 
     def verify(
-        self, x: Any = None, y: Any = None, *, against: Literal["batch", "microbatches"] = "batch"
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        against: Literal["batch", "microbatches"] = "batch",
+        keywords: Mapping[str, Any] | None = None,
     ) -> Verification:
         """Check that the pipeline's gradients equal the plain model's; return by how much they differ.
 
@@ -340,6 +376,7 @@ class Pipeline:
             against: `"batch"`: compare with the same micro-batches one after another, and with the whole batch at once.
                 `"microbatches"`: with the micro-batches only, for a loss that is meant to be another one for each of
                 them, such as an auxiliary loss that balances experts.
+            keywords: as in `step`.
 
         Raises:
             VerificationError: naming the parameter and the micro-batch that differ first, or why the whole batch has
@@ -348,9 +385,16 @@ class Pipeline:
         """
         _require_one_of(["batch", "microbatches"], against=against)
         with self.engine.frozen():
-            return verify(self._assembly, x, y, at_once=against == "batch")
+            return verify(self._assembly, x, y, keywords, at_once=against == "batch")
 
-    def memory(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+    def memory(
+        self,
+        x: Any,
+        y: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Memory:
         """Measure how many bytes each stage takes, from one micro-batch of this batch: for `pipelab.memory_use`.
 
         The first micro-batch runs through all stages, with a split backward. Activations are what autograd saves, and
@@ -361,20 +405,28 @@ class Pipeline:
             x: the batch, as `step` takes it.
             y: the targets.
             optimizer: whose present state counts too. Most optimizers make it in their first step.
+            keywords: as in `step`.
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
-        plan, batch = alone_on_ranks(self._assembly, x, y)
+        plan, batch = alone_on_ranks(self._assembly, x, y, keywords)
         settings: dict[str, Any] = {"reduction": self.reduction, "batch_dim": self.cut.batch_dim}
         with (
             self.engine.frozen(),
             Pipeline(self.stages.modules, plan, self.loss_fn, self.engine.stage_devices, **settings) as alone,
         ):
-            return stage_memory(alone._assembly, *batch, optimizer)
+            return stage_memory(alone._assembly, batch, optimizer)
 
-    def memory_use(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+    def memory_use(
+        self,
+        x: Any,
+        y: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keywords: Mapping[str, Any] | None = None,
+    ) -> MemoryUse:
         """Run one step, and measure how many bytes every rank holds after each of its actions.
 
         It counts the same things as `memory`, but only what exists after the action; it does not show a rank's peak
@@ -395,6 +447,7 @@ class Pipeline:
             x: the batch, as `step` takes it.
             y: the targets.
             optimizer: whose state counts too.
+            keywords: as in `step`.
 
         Raises:
             BatchError: if the batch cannot be cut into the plan's micro-batches.
@@ -402,7 +455,7 @@ class Pipeline:
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
         with self.engine.frozen():
-            return step_memory(self._assembly, x, y, optimizer)
+            return step_memory(self._assembly, x, y, keywords, optimizer)
 
     @property
     def _assembly(self) -> Assembly:
@@ -550,14 +603,15 @@ class Pipeline:
 
 
 def _require_same_rows(parts: Sequence[Part]) -> None:
-    counts = [part.counts for part in parts if part.pieces]
+    counts, names = [part.counts for part in parts if part.counts], [part.name for part in parts]
     rows = [*map(sum, counts)]
     if len(set(map(tuple, counts))) < 2 or all(part.ready for part in parts):
         return
     if len(set(rows)) > 1:
-        raise BatchError(f"x has {rows[0]} rows and y has {rows[1]}: every row of x needs a target")
+        needs = "every row of x needs a target" if names[1] == "y" else "every row of x needs its keywords"
+        raise BatchError(f"x has {rows[0]} rows and {names[1]} has {rows[1]}: {needs}")
     raise BatchError(
-        f"the micro-batches of x have {', '.join(map(str, counts[0]))} rows and those of y "
+        f"the micro-batches of x have {', '.join(map(str, counts[0]))} rows and those of {names[1]} "
         f"{', '.join(map(str, counts[1]))}\n  try: pipelab.microbatches([...]) for both, or for neither"
     )
 

@@ -281,6 +281,8 @@ def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, 
                 return
             if receive is not None and loss is not None and each.forward and each.stage.is_last:
                 loss.targets[each.microbatch] = receive(loss.targets[each.microbatch])
+            if each.forward:
+                each.stage.receive_keywords(each.microbatch, receive)
             # [2] compute, between two readings of the clock
             made = run_action(step, mine, each.stage, each.action, each.act, each.microbatch, given)
             # [3] pass on the value

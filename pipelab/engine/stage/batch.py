@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from pipelab.engine.stage.inputs import Marked, unmarked
 from pipelab.engine.stage.pytree import named_leaves, rebuild, take_apart, tensors_of
-from pipelab.errors import BatchError, LossError
+from pipelab.errors import BatchError, LossError, UsageError
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 
@@ -35,7 +35,8 @@ class Part:
     listed: bool = False  # whether all of it was, so that outputs are not joined
     weights: list[float] = field(default_factory=list)  # of the targets, the weight of each micro-batch's loss
     words: str = ""  # a description, by which processes compare them
-    error: BatchError | LossError | None = None  # what is wrong with them in this process
+    named: dict[str, list[str]] = field(default_factory=dict)  # of keywords, each one's description, by micro-batch
+    error: BatchError | LossError | UsageError | None = None  # what is wrong with them in this process
 
     def take(self, known: Part) -> None:
         """Take over what is known of the same inputs or targets from another process."""
@@ -138,9 +139,8 @@ def ready_counts(value: object, what: str, many: int, dim: int) -> list[int] | N
                 f"  try: a schedule with microbatches={len(leaf.value)}, or {many} pieces"
             )
         sized = [next(_cut_tensors(piece, what, dim), None) for piece in leaf.value]
-        found = found or [
-            each[1].shape[each[2]] if each is not None and each[1].dim() > each[2] else 1 for each in sized
-        ]
+        if any(sized):  # pieces that are whole have no rows
+            found = found or [each[1].shape[each[2]] if each and each[1].dim() > each[2] else 1 for each in sized]
     return found
 
 
@@ -161,7 +161,7 @@ def counts_of(value: Any, what: str, many: int, dim: int, others: list[int] | No
     if sum(known) != total:
         raise BatchError(
             f"{what} has {total} rows, and the micro-batches that are ready have {' + '.join(map(str, known))}\n"
-            f"  try: pipelab.microbatches([...]) for {what} too"
+            f"  try: pipelab.microbatches([...]) for {what} too, and pipelab.whole(...) around pieces without rows"
         )
     return known
 
@@ -224,7 +224,7 @@ def split_batch(value: Any, counts: Sequence[int], dim: int = 0) -> list[Any]:
     leaves, spec = take_apart(value, (Marked,))
     known = (torch.Tensor, Marked, BlockMask)
     pieces = [split_batch(leaf, counts, dim) if isinstance(leaf, known) else [leaf] * len(counts) for leaf in leaves]
-    return [rebuild(list(piece), spec) for piece in zip(*pieces, strict=True)]
+    return [rebuild([piece[m] for piece in pieces], spec) for m in range(len(counts))]
 
 
 def _split_block_mask(mask: BlockMask, counts: Sequence[int]) -> list[BlockMask]:
@@ -299,6 +299,13 @@ class Cut:
         own = ready is not None and ready_counts(value, name, many, dim) is not None
         listed = isinstance(value, Marked) and value.how == "microbatches"
         return Part(name, True, split_batch(value, counts, dim), counts, ways_of(value, dim), own, listed)  # noqa: FBT003
+
+    def keywords(self, value: dict[str, Any], ready: list[int] | None) -> Part:
+        """Return keywords in micro-batches; those that are all whole have no rows."""
+        if self.ready({"": value}) or any(True for _ in _cut_tensors(value, "", self.batch_dim)):
+            return self.part("keywords", value, ready)
+        many = sum(map(len, self.sequences))
+        return Part("keywords", here=True, pieces=split_batch(value, [0] * many))
 
     def ready(self, given: Mapping[str, Any]) -> list[int] | None:
         """Return how many rows each sequence has, if any of these values is cut already."""

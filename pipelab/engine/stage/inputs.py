@@ -8,9 +8,12 @@ In `{"ids": ids, "mask": whole(mask)}`, with 4 micro-batches of 8 rows:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, Literal
+
+from torch import nn
 
 from pipelab.engine.stage.pytree import open_with, rebuild, take_apart
 from pipelab.errors import UsageError
@@ -106,3 +109,36 @@ def unmarked(value: Any) -> Any:
     """Return a value without marks; what is cut already stays so."""
     leaves, spec = take_apart(value, (Marked,))
     return rebuild([unmarked(leaf.value) if isinstance(leaf, Marked) else leaf for leaf in leaves], spec)
+
+
+# ── Keywords ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _names(module: nn.Module) -> tuple[list[str], bool]:
+    """Return the names that a module's forward takes beside its input, and whether it takes all."""
+    own = getattr(module, "_orig_mod", module)  # of what `torch.compile` returned
+    kinds = {each.name: each.kind for each in signature(own.forward).parameters.values()}
+    named = [name for name, kind in kinds.items() if kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+    first = next(iter(kinds.values()), None) is Parameter.POSITIONAL_OR_KEYWORD
+    return named[first:], Parameter.VAR_KEYWORD in kinds.values()
+
+
+def taken(module: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of some keywords that a stage's module takes."""
+    names, takes_all = _names(module)
+    return {name: value for name, value in keywords.items() if takes_all or name in names}
+
+
+def require_taken(modules: Sequence[nn.Module], keywords: Mapping[str, Any]) -> None:
+    """Refuse a keyword that no stage takes."""
+    for name in keywords:
+        if not any(taken(module, {name: None}) for module in modules):
+            found = "; ".join(
+                f"stage {stage} ({type(module).__name__}) takes {', '.join(_names(module)[0]) or 'none'}"
+                for stage, module in enumerate(modules)
+            )
+            raise UsageError(
+                f"no stage takes the keyword {name!r}: {found}\n"
+                f"  try: def forward(self, x, {name}=None) in a stage module of your own; an nn.Sequential, and a "
+                f"model that pipelab has traced, take it within x: {{..., {name!r}: {name}}}"
+            )

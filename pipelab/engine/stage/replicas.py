@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.errors import PARTIAL
+from pipelab.engine.stage.inputs import taken
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
@@ -74,6 +75,17 @@ class Runners:
         if not self._copies and not self.ties and modules is self._own:
             return nullcontext()
         return self._running(modules, learning=learning)
+
+    @contextmanager
+    def called_with(self, keywords: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Return a context in which each module gets those of the keywords, by micro-batch, that it takes."""
+        for runner in self.of.values() if keywords else ():
+            runner.keywords = [taken(runner.module, each) for each in keywords]
+        try:
+            yield
+        finally:
+            for runner in self.of.values() if keywords else ():
+                runner.keywords = []
 
     @contextmanager
     def _running(self, modules: Sequence[nn.Module], *, learning: bool) -> Iterator[None]:

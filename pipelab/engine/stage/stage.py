@@ -51,10 +51,21 @@ class Stage:
     What a forward stores for its backward goes into the caller's `kept`, so that a failed step leaves nothing here.
     `names` has the whole model's names for the module's own, for messages. `steps` counts the steps that have begun.
     `earlier` has, by micro-batch, the earlier slices of its sequence, if sequences are cut into slices. `recomputed`
-    has the micro-batches whose forward runs again (`C`).
+    has the micro-batches whose forward runs again (`C`). `keywords` has what the module takes by name, by micro-batch.
     """
 
-    __slots__ = ("clones_input", "earlier", "index", "is_first", "is_last", "module", "names", "recomputed", "steps")
+    __slots__ = (
+        "clones_input",
+        "earlier",
+        "index",
+        "is_first",
+        "is_last",
+        "keywords",
+        "module",
+        "names",
+        "recomputed",
+        "steps",
+    )
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
@@ -63,6 +74,7 @@ class Stage:
         self.steps = 0
         self.earlier: Sequence[Sequence[int]] = ()
         self.recomputed: Collection[int] = ()
+        self.keywords: list[dict[str, Any]] = []
         self.is_first = index == 0
         self.is_last = index == stages - 1
         # A module that writes into its input would write into a leaf, which autograd forbids: it gets a copy.
@@ -127,7 +139,7 @@ class Stage:
     def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, without gradients."""
         with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
-            made = self._call(map_tensors(torch.clone, given) if self.clones_input else given)
+            made = self._call(microbatch, map_tensors(torch.clone, given) if self.clones_input else given)
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 
@@ -139,7 +151,7 @@ class Stage:
         if self.clones_input:
             given = map_tensors(torch.clone, given)
         with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
-            output = self._call(given, state)
+            output = self._call(microbatch, given, state)
         kept[microbatch] = (leaves, output)
         return output
 
@@ -158,10 +170,19 @@ class Stage:
         learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
         return map_tensors(_asking, output) if learns else output
 
-    def _call(self, entry: Any, state: State | None = None) -> Any:
+    def receive_keywords(self, microbatch: int, receive: Callable[[Any], Any] | None) -> None:
+        """Move a micro-batch's keywords to the rank's device."""
+        if receive is not None and self.keywords:
+            self.keywords[microbatch] = receive(self.keywords[microbatch])
+
+    def _call(self, microbatch: int, entry: Any, state: State | None = None) -> Any:
         """Return the module's output, with some tensors, by name, in place of the module's own."""
         try:
-            output = torch.func.functional_call(self.module, state, (entry,)) if state else self.module(entry)
+            named = self.keywords[microbatch] if self.keywords else {}
+            if state:
+                output = torch.func.functional_call(self.module, state, (entry,), named)
+            else:
+                output = self.module(entry, **named)
         except Exception as error:
             if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")

@@ -100,30 +100,37 @@ class TorchEngine(Engine):
         self.random = Streams(stages.named, [devices[rank]])
         self._seed = 0  # of the random numbers of the next step
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
+        self._keywords: dict[str, tuple[str, list[tuple[str, ...]]]] = {}  # by this process's, those of all
+        self._named: list[tuple[str, ...]] = []  # of the present step, by micro-batch
         self._shapes = ""
         self._step: ProcessStep | None = None
         self._call = "begin"
         self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
 
-    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext) -> None:
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part) -> None:
         """Compare this process's call and batch with the others'; set the clocks again after a while."""
         for part in parts:
             if part.here:
                 part.words = _words(part)
             elif known := self._parts.get(part.name):
                 part.take(known)
+        own = _describe_keywords(named)
+        named.words = agreed = self._keywords[own][0] if own in self._keywords else own
         about = self._about(caller, learning=len(parts) > 1)
         age_ns = time.perf_counter_ns() - self._clock.set_at
         old = not self.one_clock and age_ns > _CLOCKS_SECONDS * 1e9
 
         def work() -> None:
-            reset, self._seed = agree(self.group, call, about, parts, (int(old), peek()))
+            reset, self._seed = agree(self.group, call, about, [*parts, named], (int(old), peek()))
             if reset:
                 self._clock = set_clocks(self.group)
 
         self.attend(work, call)
         self._parts.update({part.name: part for part in parts if not part.here})
-        self._shapes = f"{about}; {parts[0].words}"
+        if named.words != agreed or own not in self._keywords:
+            self._keywords[own] = named.words, [*zip(*named.named.values(), strict=True)]
+        self._named = self._keywords[own][1]
+        self._shapes = f"{about}; {parts[0].words}; {named.words}"
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return the step of all processes."""
@@ -132,15 +139,16 @@ class TorchEngine(Engine):
         row = [action for action in self._row if loss is not None or action.traits.forward]
         mine = RankState(self.rank, row, self._stream, {})
         shapes = [tuple(tensor.shape for tensor in tensors_of(piece)) for piece in inputs]
+        keys = [*zip(shapes, self._named or [()] * len(shapes), strict=True)]
         clocks, waited = begin([self._stream]), [0] * len(row)
-        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=shapes, waited=waited)
+        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=keys, waited=waited)
         call = "forward(x)" if loss is None else "step(x, y)"
         state: StepState = self.attend(partial(copy_context().run, self._run, step), call)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
         return state
 
-    def share_batch(self, x: Any, y: Any) -> Sequence[Any]:
-        """Return inputs and targets, from other processes where this one was given none."""
+    def share_batch(self, x: Any, y: Any, keywords: dict[str, Any]) -> Sequence[Any]:
+        """Return inputs, targets and keywords, from other processes where this one was given none."""
 
         def share(value: Any) -> Any:
             here = gathered(torch.tensor(value is not None), self.group).tolist()
@@ -151,7 +159,10 @@ class TorchEngine(Engine):
 
         def work() -> list[Any]:
             agree(self.group, "verify(x, y)", "shares the batch")
-            return [share(x), share(y)]
+            boxes: list[Any] = [None] * self.plan.ranks
+            dist.all_gather_object(boxes, to_bytes(keywords), group=self.group)
+            found = {name: value for box in boxes[::-1] for name, value in from_bytes(box).items()}
+            return [share(x), share(y), found | keywords]
 
         found: list[Any] = self.attend(work, "verify(x, y)")
         return found
@@ -392,6 +403,14 @@ class TorchEngine(Engine):
 def holders_of(tied: Tied, plan: Plan) -> tuple[int, ...]:
     """Return the ranks that hold a parameter of several stages, in order."""
     return tuple(sorted({rank for stage in tied.stages for rank in plan.replicas[stage]}))
+
+
+def _describe_keywords(part: Part) -> str:
+    """Note the description of each keyword, by micro-batch; return all in words, or "" if there are none."""
+    part.named = {
+        name: [describe_batch([piece[name]]) for piece in part.pieces] for name in sorted([*part.pieces, {}][0])
+    }
+    return f"keywords {part.named}" if part.named else ""
 
 
 def _words(part: Part) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -47,18 +47,19 @@ def agree(
     group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: tuple[int, int] = (0, 0)
 ) -> list[int]:
     """Return the first process's `aside`, once all have made the same call with the same batch."""
-    two = [*parts, *[Part("", here=False)] * (2 - len(parts))]
+    known = {part.name: part for part in parts}
+    two = [known.get(name, Part("", here=False)) for name in ("x", "y", "keywords")]
     error = next(filter(None, (part.error for part in parts)), None)
     texts = (f"{call} {error or ''}", about, *(part.words for part in two))
-    samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two]
+    samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two[:2]]
     table = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, *aside]), group)
     columns: list[list[int]] = table.T.tolist()
-    words_differ = any(len(set(column)) > 1 for column in columns[:4])
-    if words_differ or any(map(_differ, columns[4:6])):
-        _compare(group, [call, *about.split("; ")], two, columns[4:6])
+    words_differ = any(len(set(column)) > 1 for column in columns[:5])
+    if words_differ or any(map(_differ, columns[5:7])):
+        _compare(group, [call, *about.split("; ")], two, columns[5:7])
     if error is not None:
         raise error
-    return [column[0] for column in columns[6:]]
+    return [column[0] for column in columns[7:]]
 
 
 def _differ(samples: Sequence[int]) -> bool:
@@ -75,17 +76,30 @@ def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], s
     for rank, (*_, errors) in enumerate(rows):
         for kind, message in errors:
             raise kind(f"rank {rank}: {message}")
-    agreed = [next(filter(None, column), None) for column in zip(*(theirs for _, theirs, _ in rows), strict=True)]
+    _merge_keywords(parts[2], [theirs[2].named for _, theirs, _ in rows if theirs[2] is not None])
+    agreed = [next(filter(None, column), None) for column in zip(*(theirs[:2] for _, theirs, _ in rows), strict=True)]
     calls = []
     for theirs, parcels, _ in rows:
-        known = [parcel or usual for parcel, usual in zip(parcels, agreed, strict=True)]
+        known = [parcel or usual for parcel, usual in zip(parcels[:2], agreed, strict=True)]
         calls.append([*theirs, *(parcel.words for parcel in known if parcel)])
     for column in samples:
         if _differ(column) or any(call != calls[0] for call in calls):
             raise BatchError(_difference(calls, column))
-    for part, found in zip(parts, agreed, strict=True):
+    for part, found in zip(parts[:2], agreed, strict=True):
         if not part.here and found is not None:
             part.take(replace(found, pieces=_on("cpu", found.pieces)))
+
+
+def _merge_keywords(part: Part, named: Sequence[Mapping[str, list[str]]]) -> None:
+    """Complete the descriptions of keywords by other processes'; refuse one that two of them give unlike values."""
+    part.named = {}
+    for rank, own in enumerate(named):
+        for name, texts in own.items():
+            if part.named.setdefault(name, texts) != texts:
+                theirs, ours = texts[0], part.named[name][0]
+                raise BatchError(f"rank {rank} gives the keyword {name!r} as {theirs}, and a rank before it as {ours}")
+    part.named = dict(sorted(part.named.items()))
+    part.words = f"keywords {part.named}" if part.named else ""
 
 
 def _on(device: str, pieces: list[Any]) -> list[Any]:

@@ -146,8 +146,8 @@ class ValueMeta:
         return ", ".join(map(str, self.parts)) + structure
 
 
-Shapes = tuple[torch.Size, ...]
-"""Those of the tensors in a micro-batch."""
+Shapes = tuple[tuple[torch.Size, ...], tuple[str, ...]]
+"""Those of the tensors in a micro-batch, and its keywords in words."""
 
 
 def meta_of(value: Any, giver: str) -> ValueMeta:
@@ -264,6 +264,7 @@ def _arrived(group: dist.ProcessGroup, source: int) -> tuple[ValueMeta, Any]:
 def _try(rank: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool) -> Any:
     """Run a stage forward; restore its buffers and the random state."""
     given = value if stream.receive is None else stream.receive(value)
+    runner.receive_keywords(microbatch, stream.receive)
     run: Any = runner.forward if learning else runner.evaluate  # no stage but the last needs a loss
     try:
         with unchanged([runner.module]), torch.set_grad_enabled(learning):

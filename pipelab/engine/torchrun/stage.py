@@ -157,6 +157,7 @@ class ProcessStage:
             given = self._arrived(self.given.pop(microbatch), step.meta(runner.index - 1, microbatch).value)
         if runner.is_last and loss is not None and receive is not None:
             loss.targets[microbatch] = receive(loss.targets[microbatch])
+        runner.receive_keywords(microbatch, receive)
         self._gathered()
         made = self._run(F(microbatch, runner.index), runner.evaluate if loss is None else runner.forward, given)
         if runner.is_last:

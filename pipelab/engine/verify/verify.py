@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from pipelab.engine.engine import Assembly
 from pipelab.engine.model.traced import call
 from pipelab.engine.stage.batch import join, join_outputs, split_batch, weights_of
 from pipelab.engine.stage.errors import in_short
-from pipelab.engine.stage.inputs import unmarked
+from pipelab.engine.stage.inputs import taken, unmarked
 from pipelab.engine.stage.pytree import described, map_tensors, named_leaves, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
 from pipelab.engine.stage.split_backward import custom_functions
@@ -122,10 +122,11 @@ class Verification:
         return f"All {many} {how}. {at_once}"
 
 
-def _reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
+def _reference_of(pipe: Assembly, x: Any, y: Any, keywords: dict[str, Any]) -> Reference:
     """Return plain training with the pipeline's micro-batches."""
-    ready = pipe.cut.ready({"x": x, "y": y})
+    ready = pipe.cut.ready({"x": x, "y": y, "keywords": keywords})
     rows, targets = pipe.cut.whole("x", x, ready), pipe.cut.whole("y", y, ready)
+    named = split_batch(keywords, rows.counts, pipe.cut.batch_dim)
     weights = weights_of(pipe.reduction, targets.counts, targets.pieces)
     forward = partial(_through_model if pipe.stages.is_traced else _through_stages, pipe)
     return Reference(
@@ -133,7 +134,7 @@ def _reference_of(pipe: Assembly, x: Any, y: Any) -> Reference:
         forward,
         pipe.loss_fn,
         pipe.caller(),
-        rows.pieces,
+        [*zip(rows.pieces, named, strict=True)],
         targets.pieces,
         weights,
         partial(_as_in_the_step, pipe),
@@ -166,18 +167,20 @@ def _ties_apart(pipe: Assembly) -> AbstractContextManager[None]:
     return runners.running(pipe.stages.modules, learning=True) if apart else nullcontext()
 
 
-def _through_model(pipe: Assembly, value: Any) -> Any:
+def _through_model(pipe: Assembly, given: tuple[Any, dict[str, Any]]) -> Any:
     """Return what comes out of the user's own model; of the stages, if there is none, or none on one device."""
     model, devices = pipe.stages.model, set(pipe.engine.stage_devices)
-    if len(devices) > 1 or isinstance(model, nn.ModuleList):
-        return _through_stages(pipe, value)
+    value, keywords = given
+    if len(devices) > 1 or isinstance(model, nn.ModuleList) or keywords:
+        return _through_stages(pipe, given)
     value = _cloned(pipe, 0, moved(value, *devices))
     return call(model, value) if pipe.stages.is_traced else model(value)
 
 
-def _through_stages(pipe: Assembly, value: Any) -> Any:
+def _through_stages(pipe: Assembly, given: tuple[Any, dict[str, Any]]) -> Any:
+    value, keywords = given
     for stage, (module, device) in enumerate(zip(pipe.stages.modules, pipe.engine.stage_devices, strict=True)):
-        value = module(_cloned(pipe, stage, moved(value, device)))
+        value = module(_cloned(pipe, stage, moved(value, device)), **moved(taken(module, keywords), device))
     return value
 
 
@@ -201,6 +204,7 @@ class _Comparison:
     pipe: Assembly
     x: Any
     y: Any
+    keywords: dict[str, Any]
     plain: Reference
     rewind: Callable[[], None]
 
@@ -231,19 +235,19 @@ class _Comparison:
         return added
 
 
-def verify(pipe: Assembly, x: Any, y: Any, *, at_once: bool) -> Verification:
+def verify(pipe: Assembly, x: Any, y: Any, keywords: Mapping[str, Any] | None, *, at_once: bool) -> Verification:
     """Compare a pipeline's gradients with plain training's: one micro-batch after another, and the batch at once."""
-    x, y = pipe.engine.share_batch(x, y)
-    with pipe.engine.full_model(), restored(pipe.modules, [x, y]) as rewind, _as_in_the_workers(pipe):
+    x, y, named = pipe.engine.share_batch(x, y, dict(keywords or {}))
+    with pipe.engine.full_model(), restored(pipe.modules, [x, y, named]) as rewind, _as_in_the_workers(pipe):
         for runner in pipe.engine.runners.of.values():
             runner.steps = 0  # the next one compares contents again
         modules = pipe.stages.modules
         before = {stage: AttributeSnapshot(modules[stage]) for stage, ranks in pipe.plan.replicas.items() if ranks[1:]}
         pipe.engine.random.watch(modules)
-        pipe.run(x, y)
+        pipe.run(x, y, named)
         apart = [_state_apart(pipe, stage, modules[stage], noted) for stage, noted in before.items()]
         pipe.engine.gather_gradients()
-        both = _Comparison(pipe, x, y, _reference_of(pipe, x, y), rewind)
+        both = _Comparison(pipe, x, y, named, _reference_of(pipe, x, y, named), rewind)
         return _compared(both, Gradients.of(both.plain.parameters), next(filter(None, apart), ""), at_once=at_once)
 
 
@@ -346,9 +350,9 @@ def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
     input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
     difference is a fault if it is too large with most of some other weights.
     """
-    if both.pipe.cut.ready({"x": both.x, "y": both.y}):
+    if both.pipe.cut.ready({"x": both.x, "y": both.y, "keywords": both.keywords}):
         return _Whole(unproven=("the micro-batches were cut before: there is no whole batch to compare with",))
-    both = replace(both, x=unmarked(both.x), y=unmarked(both.y))
+    both = replace(both, x=unmarked(both.x), y=unmarked(both.y), keywords=unmarked(both.keywords))
     try:
         difference, is_wrong = _difference_at_once(both, sums)
     except Exception as error:
@@ -381,7 +385,7 @@ def _nearby(both: _Comparison) -> tuple[float, str]:
 def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, Callable[[], str] | None]:
     """Compare with the whole batch, with the weights as they are; if they differ too much, return what says why."""
     forward = partial(_through_model, both.pipe)
-    at_once = replace(both.plain, forward=forward, rows=[both.x], targets=[both.y], weights=[1.0])
+    at_once = replace(both.plain, forward=forward, rows=[(both.x, both.keywords)], targets=[both.y], weights=[1.0])
     output = at_once.run()
     whole = Gradients.of(at_once.parameters)
     off = relative((sums - whole).norms, whole.norms)
@@ -400,8 +404,12 @@ def _why_at_once(both: _Comparison, output: Any, wrong: str) -> str:
     """Return why the whole batch has other gradients: the first cause of `_LOOKS` that finds something."""
     if _spreads(both.pipe, output, both.y):
         return said("spread", list(output.shape), list(both.y.shape), shape=str(list(output.shape))[1:-1])
-    plain = replace(both.plain, forward=partial(_through_model, both.pipe))
-    tried = _AtOnce(both.pipe, both.x, both.y, plain, both.rewind)
+    x, through = (both.x, both.keywords), partial(_through_model, both.pipe)
+    plain = replace(both.plain, forward=through)
+    if not both.keywords:  # then what is tried out is the input itself
+        x, rows = both.x, [rows for rows, _ in both.plain.rows]
+        plain = replace(plain, forward=lambda value: through((value, {})), rows=rows)
+    tried = _AtOnce(both.pipe, x, both.y, both.keywords, plain, both.rewind)
     for code, look in _LOOKS.items():
         with suppress(Exception):  # a model, or a loss, that does not take what is tried
             if found := look(tried):
@@ -563,7 +571,13 @@ def _leaves(e: _AtOnce) -> str:
     named = named_leaves(e.x)
     found = [named[i] for i in e.cut if any(e.odd) and e.feels(i, lambda later, last: last.expand_as(later))]
     some = len(found) < len(e.cut) or not any(leaf.is_floating_point() for _, leaf in found)
-    return listed([f"x{place} ({described(leaf)})" for place, leaf in found]) if len(e.cut) > 1 and some else ""
+    parts = ("x[0]", "x"), ("x[1]", "keywords")
+    names = [f"x{place} ({described(leaf)})" for place, leaf in found]
+    return (
+        listed([name.replace(*parts[name.startswith("x[1]")]) if e.keywords else name for name in names])
+        if len(e.cut) > 1 and some
+        else ""
+    )
 
 
 def _auxiliary(e: _AtOnce) -> tuple[str, ...]:
@@ -627,7 +641,7 @@ def _explanation(both: _Comparison) -> str:
     """Find the first micro-batch that alone makes a difference."""
     pipe = both.pipe
     for microbatch, slices in enumerate(pipe.cut.sequences):
-        pipe.run(both.x, both.y, microbatch)
+        pipe.run(both.x, both.y, both.keywords, microbatch)
         pipe.engine.gather_gradients()
         ours = Gradients.of(both.plain.parameters)
         both.rewind()

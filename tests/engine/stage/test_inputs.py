@@ -17,7 +17,7 @@ from pipelab import GPipe, OneFOneB, Pipeline, Seq1F1B, microbatches, rows, whol
 from pipelab.engine.stage.batch import counts_of, join, split_batch, ways_of
 from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import map_tensors, take_apart
-from pipelab.errors import BatchError, LossError, UsageError
+from pipelab.errors import BatchError, LossError, UsageError, VerificationError
 
 # --- the pieces are PyTorch's
 
@@ -399,6 +399,117 @@ def test_diagnose_compares_with_the_rows_of_the_batch():
         )
 
 
+# --- keywords
+
+
+class Scaled(nn.Module):
+    """A stage that takes a mask of its rows by name, and a table for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask=None, *, table=None):
+        made = self.linear(x)
+        made = made if mask is None else made * mask[..., None]
+        return made if table is None else made + table
+
+
+class Plainly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class TakesAll(Plainly):
+    def forward(self, x, **more):
+        return super().forward(x) * more["mask"][..., None]
+
+
+def with_keywords(stages, x, mask, table):
+    one, two, three = stages
+    return three(two(one(x, mask=mask, table=table)), mask=mask)
+
+
+SCHEDULES = [
+    OneFOneB(3, 2),
+    pipelab.ZBH1(3, 2),
+    pipelab.with_recompute(OneFOneB(3, 2)),
+    pipelab.replicate(GPipe(3, 2), 2),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["1f1b", "zbh1", "recomputed", "replicas"])
+def test_each_stage_gets_the_keywords_that_its_forward_names(schedule):
+    torch.manual_seed(0)
+    stages, x, y = [Scaled(), Plainly(), TakesAll()], first(6, 5, 8), first(6, 5, 8)
+    mask, table = torch.rand(6, 5), torch.randn(5, 8)
+    loss = mse(output := with_keywords(stages, x, mask, table), y)
+    loss.backward()
+    expected = plain.taken(nn.ModuleList(stages))
+    named = {"mask": mask, "table": whole(table)}
+    with Pipeline(stages, schedule, mse) as pipe:
+        step = pipe.step(x, y, keywords=named)
+        ours = plain.taken(nn.ModuleList(stages))
+        forward, proof = pipe.forward(x, keywords=named), pipe.verify(x, y, keywords=named)
+        assert all(runner.keywords == [] for runner in pipe.engine.runners.of.values())
+    torch.testing.assert_close(step.loss, loss.detach())
+    torch.testing.assert_close(forward, output.detach())
+    assert plain.difference(ours, expected) < 1e-5
+    assert proof.whole_batch_difference < 1e-5
+
+
+def test_keywords_are_cut_as_inputs_are():
+    stages, x, y = [Scaled(), Plainly()], first(6, 5, 8), first(6, 5, 8)
+    with Pipeline(stages, OneFOneB(2, 2), mse) as pipe:
+        for mask in (
+            torch.rand(6, 5),
+            whole(torch.rand(5)),
+            rows(torch.rand(6, 5)),
+            microbatches([torch.rand(3, 5)] * 2),
+        ):
+            assert pipe.verify(x, y, keywords={"mask": mask}).exact
+        assert pipe.verify(x, y, keywords={"table": microbatches([whole(torch.rand(5, 8))] * 2)}).exact
+        assert pipe.memory(x, y, keywords={"mask": torch.rand(6, 5)}) == pipe.memory(x, y)  # the batch does not count
+        assert pipe.memory_use(x, y, keywords={"mask": torch.rand(6, 5)}).peaks
+        with pytest.raises(BatchError, match=r"x has 6 rows and keywords has 4: every row of x needs its keywords"):
+            pipe.step(x, y, keywords={"mask": torch.rand(4, 5)})
+        with pytest.raises(BatchError, match=r'^keywords\["mask"\] has the shape \[\], .*\n  try: pipelab\.whole'):
+            pipe.step(x, y, keywords={"mask": torch.tensor(1.0)})
+    with Pipeline(stages, OneFOneB(2, 2), mse, batch_dim=1) as pipe:
+        assert pipe.verify(first(5, 6, 8), first(5, 6, 8), keywords={"mask": torch.rand(5, 6)}).exact
+
+
+def test_slices_get_their_part_of_keywords_with_tokens():
+    stages, x, mask = [Scaled(), Plainly()], first(4, 6, 8), torch.rand(4, 6)
+    expected = mse(stages[1](stages[0](x, mask=mask)), x)
+    with Pipeline(stages, Seq1F1B(2, 4), mse, sequence_dim=1) as pipe:
+        step = pipe.step(x, x, keywords={"mask": mask})
+        assert pipe.verify(x, x, keywords={"mask": mask}).whole_batch_difference < 1e-5
+    torch.testing.assert_close(step.loss, expected.detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "takes"),
+    [
+        (lambda: [Plainly(), Scaled()], r"stage 0 \(Plainly\) takes none; stage 1 \(Scaled\) takes mask, table"),
+        (
+            lambda: plain.mlp(2, width=8),
+            r"stage 0 \(Sequential\) takes none; .*\n  try: def forward\(self, x, pad=None\)",
+        ),
+    ],
+)
+def test_a_keyword_that_no_stage_takes_is_refused_with_what_they_take(model, takes):
+    x = first(4, 5, 8)
+    with Pipeline(model(), OneFOneB(2, 2), mse) as pipe:
+        with pytest.raises(UsageError, match=rf"^no stage takes the keyword 'pad': {takes}"):
+            pipe.step(x, x, keywords={"pad": torch.rand(4, 5)})
+        pipe.step(x, x)
+
+
 # --- what cannot be cut
 
 
@@ -473,3 +584,19 @@ def test_a_layer_with_the_sequence_first_is_named_unless_the_user_says_where_row
         for dim in (0, 1):
             Pipeline(FIRST[name](), OneFOneB(2, 2), mse, batch_dim=dim).close()
         Pipeline([nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)], OneFOneB(2, 2), mse).close()
+
+
+def test_a_keyword_that_is_the_batchs_is_named_by_verify():
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, weights):
+            return self.linear(x) * weights.sum()
+
+    with Pipeline([Plainly(), Summed()], OneFOneB(2, 2), mse) as pipe:
+        named = {"weights": torch.arange(1, 7)}
+        with pytest.raises(VerificationError, match=r"keywords\[\"weights\"\] \(\[6\] int64\)"):
+            pipe.verify(first(6, 5, 8), first(6, 5, 8), keywords=named)
+        assert pipe.verify(first(6, 5, 8), first(6, 5, 8), keywords={"weights": whole(named["weights"])}).exact

@@ -241,6 +241,8 @@ INPUTS = [
     "lengths unlike",
     "pieces and rows",
     "traced with a mask",
+    "keywords",
+    "keywords of ready pieces",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 
 import plain
 import torch
@@ -38,6 +39,26 @@ class Mix(nn.Module):
 class Last(nn.Module):
     def forward(self, given):
         return given["x"]
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.linear(x) * mask[..., None]
+
+
+class Widened(nn.Module):
+    """Its output is as long as a keyword says."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, table):
+        return self.linear(x)[:, None] + table
 
 
 class Traced(nn.Module):
@@ -94,15 +115,37 @@ def cases():
     yield "traced with a mask", stages, [(x, first(8, 5, 8))], mse, {}
 
 
+def named():
+    """Yield cases with keywords, which each process gives only where its stage takes them."""
+    middle = [nn.Linear(8, 8) for _ in range(size - 3)]
+    table = {"table": microbatches([whole(first(length, 8)) for length in (5, 3, 5, 4)])}
+    ready = microbatches([first(2, length, 8) for length in (5, 3, 5, 4)])
+    pieces = [nn.Linear(8, 8), Widened(), *middle, nn.Linear(8, 8)]
+    yield (
+        "keywords of ready pieces",
+        pieces,
+        [(microbatches([*first(8, 8).split(2)]), ready)],
+        mse,
+        {"keywords": (table, (1,))},
+    )
+    mask = {"mask": first(8, 5).sigmoid()}
+    masked = [nn.Linear(8, 8), Masked(), *middle, Masked()]
+    yield "keywords", masked, [(first(8, 5, 8), first(8, 5, 8))] * 2, mse, {"keywords": (mask, (1, size - 1))}
+
+
 def numbers(model, batches, loss, settings, engine):
     """Return what steps, an evaluation and `verify` give; each process has its own part of the batches."""
+    given, taken_by = settings.get("keywords", (None, ()))
+    settings = {key: value for key, value in settings.items() if key != "keywords"}
     with Pipeline(model, pipelab.OneFOneB(size, 4), loss, ["cpu"] * size, engine=engine, **settings) as pipe:
+        takes = engine == "threads" or int(os.environ["RANK"]) in taken_by
+        named = {"keywords": given} if given and takes else {}
         own = [(x if pipe.is_first else None, y if pipe.is_last else None) for x, y in batches]
-        steps = [pipe.step(*each) for each in own]
+        steps = [pipe.step(*each, **named) for each in own]
         gradients = {name: None if each.grad is None else each.grad.clone() for name, each in pipe.named_parameters()}
         outputs = steps[-1].outputs if pipe.is_last else None
-        proof = str(pipe.verify(*own[-1]))
-        return [float(step.loss) for step in steps], gradients, pipe.forward(own[-1][0]), outputs, proof
+        proof = str(pipe.verify(*own[-1], **named))
+        return [float(step.loss) for step in steps], gradients, pipe.forward(own[-1][0], **named), outputs, proof
 
 
 def same(one, other):
@@ -110,7 +153,7 @@ def same(one, other):
     return all(map(torch.equal, one, other)) if isinstance(one, list) else torch.equal(one, other)
 
 
-for name, model, batches, loss, settings in cases():
+for name, model, batches, loss, settings in chain(cases(), named()):
     torch.manual_seed(0)
     given = model if isinstance(model, pipelab.engine.model.split.Stages) else nn.ModuleList(model)
     module = getattr(given, "model", given)

@@ -114,7 +114,7 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
 class Waits:
     """What the actions of a trace waited for, computed when asked for."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, for_moves: bool = True) -> None:
         code = trace.plan.bound.codes.code
         self.trace, self.bound = trace, trace.plan.bound
         self.moved: dict[int, Event] = {}  # of an all-reduce beside computing, the one that ends last
@@ -123,7 +123,7 @@ class Waits:
         self.ended = _ended(self.bound, trace.ends) | {code: event.end for code, event in self.moved.items()}
         self.travelled = {(code(each.giver), code(each.needer)): each for each in trace.recorded}
         self.slack = 1e-9 * trace.makespan
-        self.awaited = self.bound.awaited() if trace.moves else {}
+        self.awaited = self.bound.awaited() if for_moves and trace.moves else {}
 
     def before_move(self, code: int) -> int | None:
         """Return what a move waited for longest, of what it follows in `network_of`."""

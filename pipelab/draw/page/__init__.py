@@ -228,8 +228,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     def ticks(times: Iterable[float]) -> list[int]:
         return [round((time - trace.start) / tick) for time in times]
 
-    found = Waits(trace)
-    found.awaited = {}  # the page shows no waits for moves
+    found = Waits(trace, for_moves=False)  # the page shows no waits for moves
     lags = {code: round(lag / tick) for code, lag in found.lags().items()}
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
     return {

@@ -22,7 +22,7 @@ from pipelab.checking.mistakes import main_mistake
 from pipelab.checking.repair import as_yielded
 from pipelab.checking.residency import residency
 from pipelab.checking.rules import misplaced, missing
-from pipelab.checking.transfers import hanging, misposted, transfer_deadlocks
+from pipelab.checking.transfers import misposted, transfer_deadlocks
 from pipelab.display import show
 from pipelab.errors import clean, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action
@@ -87,22 +87,17 @@ class Faults(list[Fault]):
 
     def __str__(self) -> str:
         """Return what `ScheduleError` says about these faults."""
-        if self:
-            return str(ScheduleError(self, self.subject))
-        return "\n".join([f"{clean(self.subject)} is right: no fault", *self.about_transports()])
+        right = f"{clean(self.subject)} is right: no fault"
+        return str(ScheduleError(self, self.subject)) if self else "\n".join(filter(None, (right, self.transports)))
 
-    def about_transports(self, ask: str = "pipelab.check(plan, transport={!r})") -> list[str]:
-        """Return lines that say with which transports a plan hangs, if its rows list their sends and receives."""
+    @property
+    def transports(self) -> str:
+        """With which transports a plan hangs whose rows list their sends and receives, in words."""
         if self.plan is None or not self.plan.postings:
-            return []
-        stuck = hanging(self.plan.bound)
-        runs = ", ".join(each for each in get_args(Transport) if each not in stuck)
-        if not stuck:
-            return [f"its sends and receives do not hang with any transport: {runs}"]
-        return [
-            f"its sends and receives hang with transport {', '.join(stuck)}; they run with {runs}",
-            f"  try: {ask.format(stuck[0])}, which says why",
-        ]
+            return ""
+        stuck = [each for each in get_args(Transport) if transfer_deadlocks(self.plan.bound, "pytorch", each)]
+        words = f"{', '.join(stuck)}\n  try: to check it with transport {stuck[0]}, which says why" if stuck else "none"
+        return f"transports with which its sends and receives hang: {words}"
 
     def _repr_html_(self) -> str:
         return show(self, "html")
@@ -237,9 +232,8 @@ def require_legal(plan: Plan) -> Traversal:
         if bound.faults or misplaced(bound) or missing(bound)[0] or any(misposted(bound)):
             raise ScheduleError(check(plan), plan.name)
         walk = traverse(bound)
-        if walk.stuck or (bound.needs_aside and _unordered(bound)[0]) or residency(bound):
-            raise ScheduleError(check(plan), plan.name)
-        if bound.postings and transfer_deadlocks(bound, "pytorch", "buffered"):
+        hung = transfer_deadlocks(bound, "pytorch", "buffered")
+        if walk.stuck or (bound.needs_aside and _unordered(bound)[0]) or residency(bound) or hung:
             raise ScheduleError(check(plan), plan.name)
         bound.walk = walk
     return bound.walk

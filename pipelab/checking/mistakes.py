@@ -203,10 +203,7 @@ def _old_notation(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
     halves = {(each.stage, each.microbatch) for each in actions if each.kind == "W"}
     repeated = [fault for fault in faults if fault.code == "duplicate" and getattr(fault.action, "kind", "") == "W"]
     if repeated and len(repeated) == len(halves) and not any(each.kind == "I" for each in actions):
-        message = (
-            f"B is the input's gradient here, as in papers and in PyTorch before 2.6, whose name is I now: each of "
-            f"{len(halves)} B has a W; the first: {repeated[0].message}"
-        )
+        message = f"B is the input's gradient here, as in papers and in PyTorch before 2.6: {repeated[0].message}"
         fault = replace(repeated[0], message=message, hint="write I for B; for BW, write B")
 
         def meant(_: tuple[int, int], action: Action) -> Action:

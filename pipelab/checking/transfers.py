@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import get_args
 
 from pipelab.checking.deadlock import Head, Wait, cycle_fault, cycles
+from pipelab.plan.actions import Posting
 from pipelab.plan.bound import BoundPlan
-from pipelab.plan.fault import Fault
+from pipelab.plan.fault import Code, Fault
 from pipelab.plan.order import NOTHING, Network
 from pipelab.plan.transfers import Lowering, Order, Step, Transport, crossings, inbound, lowered
 
@@ -30,7 +30,8 @@ class Wire:
         """Lay out the jobs."""
         codes = low.bound.codes
         self.low, self.transport, self.holding = low, transport, transport == "holding"  # does a receive hold its rank?
-        self.in_line = self.holding or low.listed  # does a send wait for what comes before it?
+        listed = low.order == "pytorch" and bool(low.bound.postings)
+        self.in_line = self.holding or listed  # does a send wait for what comes before it?
         self.queues: dict[tuple[int, int], list[int]] = {}  # by rank and a number, the values in a queue
         self.ends: dict[int, list[tuple[int, int]]] = {value: [] for value in low.crossings}  # the queues that it is in
         self.made: dict[int, int] = {}  # by value that crosses, the job at whose end it exists
@@ -102,8 +103,7 @@ def transfer_deadlocks(bound: BoundPlan, order: Order, transport: Transport) -> 
 
 def hang(bound: BoundPlan, order: Order, transport: Transport) -> Hang | None:
     """Return where a legal plan and its transfers are stuck; `None` if they do not."""
-    listed = bool(bound.postings) and order == "pytorch"
-    if transport == "buffered" and not listed:
+    if transport == "buffered" and not (bound.postings and order == "pytorch"):
         return None
     if bound.pairs:  # may hang without any queue, and then has no order in which it does not
         wire = Wire(lowered(bound, "at-use"), "buffered")
@@ -115,11 +115,6 @@ def hang(bound: BoundPlan, order: Order, transport: Transport) -> Hang | None:
     return Hang(wire, _HINT) if wire.stuck else None
 
 
-def hanging(bound: BoundPlan) -> list[Transport]:
-    """Return with which transports a legal plan hangs, if its rows list their sends and receives."""
-    return [each for each in get_args(Transport) if bound.postings and hang(bound, "pytorch", each)]
-
-
 def misposted(bound: BoundPlan) -> Iterator[Fault]:
     """Find sends and receives that a plan lists twice, on the wrong side of their action, in vain, or not at all.
 
@@ -127,39 +122,33 @@ def misposted(bound: BoundPlan) -> Iterator[Fault]:
         >>> from pipelab import Plan
         >>> for fault in misposted(Plan.parse("0F0 0SEND_F0 0B0 0RECV_B0; 1F0 1B0 1SEND_B0").bound):
         ...     print(fault.message)
-        rank 0 lists 0RECV_B0 after 0B0, which needs the value
+        rank 0 lists 0RECV_B0, but not before 0B0: 0B0 needs the value of 1B0 on rank 1
         rank 1 lists no 1RECV_F0: 1F0 needs the value of 0F0 on rank 0
     """
-    low, listed = Lowering(bound, crossings(bound), [], "pytorch"), set[Step]()
+    if not bound.postings:
+        return
+    low, every = Lowering(bound, crossings(bound), [], "pytorch"), [*map(bound.placed, range(len(bound.computing)))]
+    listed: dict[tuple[int, str, int], list[tuple[int, Posting]]] = {}
     for rank, row in enumerate(bound.postings):
-        places = bound.placed(rank)
         for at, each in row:
-            step: Step = each.word, (bound.codes.posted(each),)
-            crossing = low.crossings.get(step[1][0])
-            sends = each.word != "RECV"
-            if crossing is None or rank != (crossing.source if sends else crossing.target):
-                why = f"{each}, but no other rank {'needs what it sends' if sends else 'gives what it receives'}"
-                yield Fault("wrong-rank", rank, None, None, f"rank {rank} lists {why}", f"remove {each}")
-                continue
-            code = crossing.giver if sends else crossing.needer
-            action, side = bound.codes.action(code), ("after" if sends else "before")
-            if step in listed:
-                hint = "remove one of the two: a value crosses once"
-                yield Fault("duplicate", rank, places[code], action, f"rank {rank} lists {each} twice", hint)
-            elif sends != (at > places[code]):
-                why = f"before {action}, which gives" if sends else f"after {action}, which needs"
-                message = f"rank {rank} lists {each} {why} the value"
-                yield Fault("unordered", rank, places[code], action, message, f"write {each} {side} {action}")
-            listed.add(step)
-    for value, crossing in low.crossings.items() if bound.postings else ():
+            listed.setdefault((rank, each.word, bound.codes.posted(each)), []).append((at, each))
+    for value, crossing in low.crossings.items():
         giver, needer = map(bound.codes.action, (crossing.giver, crossing.needer))
-        needs = f"{needer} needs the value of {giver} on rank {crossing.source}"
         ends = ("SEND", crossing.source, giver, "after"), ("RECV", crossing.target, needer, "before")
         for way, rank, action, side in ends:
-            if (way, (value,)) not in listed:
-                word, place = low.word((way, (value,))), bound.placed(rank)[bound.codes.code(action)]
-                message = f"rank {rank} lists no {word}: {needs}"
-                yield Fault("missing", rank, place, action, message, f"write {word} {side} {action} on rank {rank}")
+            word, places = low.word((way, (value,))), listed.pop((rank, way, value), [])
+            place = every[rank][bound.codes.code(action)]
+            if len(places) == 1 and (places[0][0] > place) == (side == "after"):
+                continue
+            codes: tuple[Code, ...] = ("missing", "unordered", "duplicate")
+            code = codes[min(len(places), 2)]
+            what = [f"no {word}", f"{word}, but not {side} {action}", f"{word} {len(places)} times"][codes.index(code)]
+            message = f"rank {rank} lists {what}: {needer} needs the value of {giver} on rank {crossing.source}"
+            yield Fault(code, rank, place, action, message, f"write {word} once, {side} {action} on rank {rank}")
+    for (rank, word, value), ((_, each), *_) in listed.items():
+        if word != "WAIT_SEND" or value not in low.crossings:
+            message = f"rank {rank} lists {each}, but no such value crosses between this rank and another one"
+            yield Fault("wrong-rank", rank, None, None, message, f"remove {each}")
 
 
 class Hang:

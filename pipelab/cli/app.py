@@ -153,10 +153,9 @@ def check(
     actions = sum(map(len, plan.bound.lists))
     say(f"{name} is right: {actions} actions, no fault")
     say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
-    if transport == "buffered":
-        for line in faults.about_transports("--transport {}"):
-            say(line)
-    else:
+    if faults.transports:
+        say(faults.transports)
+    elif transport != "buffered":
         say(f"with order {order} and transport {transport}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:

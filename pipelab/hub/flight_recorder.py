@@ -97,8 +97,8 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
         )
     many = Counter[str]()
     for _, groups in found:
-        fitting = {name: own for name, own in groups.items() if len(own.ranks) in (0, len(low.rows))}
-        many.update({name: len(own.records) for name, own in fitting.items()})
+        sizes = {name: (len(ranks), len(records)) for name, (ranks, _, records) in groups.items()}
+        many.update({name: records for name, (ranks, records) in sizes.items() if ranks in (0, len(low.rows))})
     refused: list[FormatError] = []
     for name in sorted(+many, key=lambda name: (not _PIPELINE.search(name), -many[name])):
         try:
@@ -113,13 +113,15 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
 def _of_group(low: Lowering, files: Sequence[tuple[Path, _Group]], name: str, tensors: int) -> Stall:
     """Return what holds up the pipeline that a group of processes is; of several, one that waits, and is behind."""
     pipelines: dict[tuple[int, ...], dict[int, _Progress]] = {}
-    for path, group in files:
-        progress, rank = pipelines.setdefault(group.ranks, {}), group.rank
+    for path, (ranks, rank, records) in files:
+        progress = pipelines.setdefault(ranks, {})
+        if rank < 0:
+            raise FormatError(f"{path}: no rank or several ranks in it, and none in its name")
         if rank in progress:
             raise UsageError(f"{path}: another file is of rank {rank} too\n  try: give the files of one pipeline")
         if not 0 <= rank < len(low.rows):
             raise UsageError(f"{path} is of rank {rank}, and the plan has {len(low.rows)} ranks")
-        progress[rank] = _Progress.of(low, rank, group.records, tensors, path)
+        progress[rank] = _Progress.of(low, rank, records, tensors, path)
     stalls = [(_stall(low, progress), ranks) for ranks, progress in pipelines.items()]
     stall, ranks = min(stalls, key=lambda each: (not each[0].waits, each[0].step))
     which = f"of {len(pipelines)} pipelines, the one of the job's ranks {' '.join(map(str, ranks))} (group {name})"
@@ -136,13 +138,8 @@ class _Record:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A group of processes in one file: the job's ranks in it, which of them wrote the file, and its transfers."""
-
-    ranks: tuple[int, ...]
-    rank: int
-    records: Sequence[_Record]
+_Group = tuple[tuple[int, ...], int, Sequence[_Record]]
+"""A group of processes in one file: the job's ranks in it, which of them wrote the file, and its transfers."""
 
 
 def _by_group(path: Path) -> dict[str, _Group]:
@@ -151,9 +148,11 @@ def _by_group(path: Path) -> dict[str, _Group]:
         text = path.read_bytes()
         data = json.loads(text) if text.lstrip()[:1] == b"{" else _Plain(io.BytesIO(text)).load()
         config = data.get("pg_config") or {"": {"desc": ""}}
-        entries: dict[tuple[str, str], list[Any]] = {(number, about["desc"]): [] for number, about in config.items()}
+        entries: dict[tuple[str, str], list[Any]] = {
+            (number, about.get("desc", "")): [] for number, about in config.items()
+        }
         for entry in data["entries"]:
-            entries.setdefault(tuple(entry.get("process_group", ("", ""))), []).append(entry)
+            entries.setdefault(tuple(entry.get("process_group") or ("", "")), []).append(entry)
         moved = {group: _transfers(own) for group, own in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise FormatError(f"{path} is no file of PyTorch's Flight Recorder: {type(error).__name__}: {error}") from None
@@ -161,12 +160,10 @@ def _by_group(path: Path) -> dict[str, _Group]:
     for (number, name), transfers in sorted(moved.items(), key=lambda each: len(each[1])):
         ranks = tuple(map(int, re.findall(r"\d+", str(config.get(number, {}).get("ranks", "")))))
         own = {rank for rank, _ in transfers}
-        if len(own) > 1 or not (own or digits):
-            raise FormatError(f"{path}: {'several ranks' if own else 'no rank'} in it, and none in its name")
-        rank = own.pop() if own else int(digits[-1])
-        if not transfers and rank in ranks:
-            rank = ranks.index(rank)
-        found[name] = _Group(ranks, rank, [record for _, record in transfers])
+        rank = next(iter(own)) if len(own) == 1 else -1
+        if digits and not own:
+            rank = ranks.index(int(digits[-1])) if int(digits[-1]) in ranks else int(digits[-1])
+        found[name] = ranks, rank, [record for _, record in transfers]
     return found
 
 
@@ -259,17 +256,17 @@ def _aligned(
 
     `steps` has, for each kind of step, the transfers of a whole row that it has. Each may follow each.
     """
-    every = [(kind, k) for kind, step in enumerate(steps) for k in range(len(step))]
-    ways: list[dict[tuple[int, int], tuple[int, int]]] = [{place: place for place in every}]  # by place, the one before
-    for end in seen:
-        fits = [place for place in every if {ends[steps[place[0]][place[1]]]} == end]
-        before: dict[tuple[int, int], tuple[int, int]] = {}
-        for kind, k in ways[-1]:
+    at = [(kind, k) for kind, step in enumerate(steps) for k in range(len(step)) if {ends[step[k]]} == seen[0]]
+    ways: list[dict[tuple[int, int], tuple[int, int]]] = [dict(zip(at, at, strict=True))]  # by place, the one before
+    for end in seen[1:]:
+        ways.append({})
+        for kind, k in ways[-2]:
             ahead = [(kind, k + 1)] if k + 1 < len(steps[kind]) else [(each, 0) for each in range(len(steps))]
-            before |= {place: (kind, k) for place in ahead if place in fits and place not in before}
-        ways.append(before if len(ways) > 1 else {place: place for place in fits})
+            for other, number in ahead:
+                if {ends[steps[other][number]]} == end:
+                    ways[-1].setdefault((other, number), (kind, k))
     found = list(ways[-1])[:1]
-    for before in ways[:1:-1]:
+    for before in ways[:0:-1]:
         found += [before[place] for place in found[-1:]]
     return found[::-1]
 

@@ -31,10 +31,7 @@ _REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d+)")
 
 
 def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
-    """Return the stages of a layout, each with a letter for each of its layers. A stage may be empty.
-
-    Args:
-        text: the layout as a string; or Megatron's other form, a list of lists with names, also as a string.
+    """Return the stages of a layout, each with a letter for each of its layers. A list of lists may be text, too.
 
     Example:
         >>> read_layout("Et*3|(tt|)*2,m|L")

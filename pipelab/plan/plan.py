@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,19 +138,18 @@ class Plan:
     ) -> Plan:
         """Make a plan of rows that were read, which may list sends and receives between the actions."""
         plan = cls([[each for each in row if not isinstance(each, Posting)] for row in rows], name=name, after=after)
-        found = tuple(tuple(_postings(row)) for row in rows)
+        places = [[(at, each) for at, each in enumerate(row) if isinstance(each, Posting)] for row in rows]
+        found = tuple(tuple((at - before, each) for before, (at, each) in enumerate(row)) for row in places)
         vars(plan).update(postings=found if any(found) else ())
         return plan
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], after: After | None = None) -> Plan:
-        """Read a plan from a file in PyTorch's CSV notation: one line per rank; empty cells are idle.
+        """Read a file in PyTorch's CSV notation (`compute_only` or `compute_comms`, see `parse`), one line per rank.
 
-        The file may hold actions alone (`compute_only`), or sends and receives too (`compute_comms`): see `parse`.
-
-        A rank without actions is a line of empty cells, or `""`; empty lines at the end of the file are ignored. Blanks
-        may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows. `after` says which
-        micro-batches are slices, as for `Plan`: the notation has no word for it.
+        Empty cells are idle. A rank without actions is a line of them, or `""`; empty lines at the end of the file are
+        ignored. Blanks may replace commas, and `rank 0 |` before the first action, as in what `print(plan)` shows.
+        `after` says which micro-batches are slices, as for `Plan`: the notation has no word for it.
 
         Raises:
             FormatError: if a cell is not an action, with its line and column; if a line between others is empty; or
@@ -338,16 +337,6 @@ class Plan:
     def __str__(self) -> str:
         """Return the rows, one line per rank, with the middle of long ones left out."""
         return "\n".join(f"rank {rank} | {_elided(row)}" for rank, row in enumerate(self.rows))
-
-
-def _postings(row: Sequence[Item | Posting]) -> Iterator[tuple[int, Posting]]:
-    """Yield the sends and receives of a row, each with the number of actions before it."""
-    at = 0
-    for item in row:
-        if isinstance(item, Posting):
-            yield at, item
-        else:
-            at += 1
 
 
 def _all_taken(rows: Iterable[Iterable[object]], limit: int) -> list[tuple[tuple[object, ...], bool]]:

@@ -100,11 +100,6 @@ class Lowering:
     order: Order
     by_time: Sequence[int] = ()
 
-    @property
-    def listed(self) -> bool:
-        """Whether the plan itself lists its sends and receives, in this order."""
-        return self.order == "pytorch" and bool(self.bound.postings)
-
     def word(self, step: Step) -> str:
         """Return a step in PyTorch's notation, such as `0F3`, `0SEND_F3` or `1RECV_F3`."""
         codes = self.bound.codes

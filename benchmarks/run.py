@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import drawing
+import dropout
 import emulation
 import engine
 import faults
@@ -31,6 +32,7 @@ PARTS = {
     "split": split,
     "emulation": emulation,
     "drawing": drawing,
+    "dropout": dropout,
     "playground": playground,
     "faults": faults,
     "reduces": reduces,

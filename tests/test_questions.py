@@ -57,6 +57,14 @@ def test_what_a_forward_keeps_are_the_inputs_of_its_layers_and_its_output(names)
     assert said == found == [8 * size for size in names["memory"].activations]
 
 
+def test_accuracy_is_that_of_the_plain_model_which_trains_on(names):
+    model, data = names["trained_model"], names["validation"]
+    assert model.training
+    model.eval()
+    right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in data)
+    assert names["accuracy"] == right / 72
+
+
 def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
     assert names["padded"].whole_batch_difference < 1e-5
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipelab import Pipeline
 
 mse, folder, size = nn.functional.mse_loss, Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
 x, y = plain.batch(16)
+warnings.filterwarnings("ignore", "the largest stage")
 
 
 def layer(index):

@@ -151,7 +151,7 @@ def least_of(norms: Mapping[str, float]) -> float:
     return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
-ANEW = "draws anew for each micro-batch: equal to micro-batches, not to the whole batch"
+ANEW = "draws anew for each micro-batch, so the whole batch is not compared: model.eval(), then verify, compares it"
 OTHERWISE = "draws other random numbers than the plain model: set model.eval()"
 
 

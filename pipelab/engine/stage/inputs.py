@@ -89,8 +89,8 @@ def microbatches(pieces: Sequence[Any]) -> Marked:
         >>> pieces = pipelab.microbatches([torch.randint(0, 9, (2, length)) for length in (5, 7, 6, 5)])
         >>> stages = [torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)]
         >>> loss = lambda output, target: torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-        >>> with pipelab.Pipeline(stages, pipelab.OneFOneB(2, 4), loss) as pipe:
-        ...     verification = pipe.verify(pieces, pieces)
+        >>> with pipelab.Pipeline(stages, pipelab.OneFOneB(2, 4), loss, reduction=torch.numel) as pipe:
+        ...     verification = pipe.verify(pieces, pieces)  # this loss averages over all targets
         >>> verification.exact
         True
 

@@ -130,7 +130,7 @@ class TorchEngine(Engine):
         if named.words != agreed or own not in self._keywords:
             self._keywords[own] = named.words, [*zip(*named.named.values(), strict=True)]
         self._named = self._keywords[own][1]
-        self._shapes = f"{about}; {parts[0].words}; {named.words}"
+        self._shapes = "; ".join(filter(None, (about, parts[0].words, named.words)))
 
     def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
         """Run this process's part of all micro-batches; return the step of all processes."""

@@ -113,7 +113,7 @@ def survives(folder: Path, module: str, text: str) -> bool:
     quiet = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         result = subprocess.run(
-            [*python, *ENDS, "-x", "-q", "-p", "no:cacheprovider", *tests],
+            [*python, *ENDS, "-x", "-q", "-m", "not browser", "-p", "no:cacheprovider", *tests],
             cwd=folder,
             env=os.environ | alone | quiet,
             capture_output=True,

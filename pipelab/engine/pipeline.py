@@ -299,15 +299,16 @@ class Pipeline:
         if only is not None:
             counted = self.cut.sequences[only]
             targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
-        return inputs, targets, self._keywords(dict(keywords or {}), {"x": x, "y": y})
+        return inputs, targets, self._keywords(keywords or {}, {"x": x, "y": y})
 
-    def _keywords(self, given: dict[str, Any], others: Mapping[str, Any]) -> Part:
+    def _keywords(self, given: Mapping[str, Any], others: Mapping[str, Any]) -> Part:
         """Cut keywords into micro-batches; refuse one that no stage takes."""
         part = Part("keywords", here=True)
         if given:
             try:
                 require_taken(self.stages.modules, given)
-                return self.cut.keywords(given, self.cut.ready({**others, "keywords": given}))
+                named = dict(given)
+                return self.cut.keywords(named, self.cut.ready({**others, "keywords": named}))
             except (BatchError, UsageError) as error:
                 part.error = error
         return part

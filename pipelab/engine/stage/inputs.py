@@ -17,6 +17,7 @@ from torch import nn
 
 from pipelab.engine.stage.pytree import open_with, rebuild, take_apart
 from pipelab.errors import UsageError
+from pipelab.plan.fault import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,12 @@ def rows(value: Any, dim: int = 0) -> Marked:
     Args:
         value: a tensor, or a tuple, list or dict of them.
         dim: the dimension of its rows.
+
+    Raises:
+        UsageError: if `dim` is no whole number.
     """
+    if type(dim) is not int:
+        raise UsageError(f"pipelab.rows(value, dim={shorten(dim)}): expected the number of a dimension")
     return Marked(value, "rows", dim)
 
 
@@ -131,6 +137,8 @@ def taken(module: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_taken(modules: Sequence[nn.Module], keywords: Mapping[str, Any]) -> None:
     """Refuse a keyword that no stage takes."""
+    if not isinstance(keywords, Mapping):
+        raise UsageError(f"keywords={shorten(keywords)}: expected a dict of names and values, such as {{'mask': mask}}")
     for name in keywords:
         if not any(taken(module, {name: None}) for module in modules):
             found = "; ".join(

@@ -554,6 +554,17 @@ def test_a_batch_dim_is_a_dimension(wrong):
         Pipeline(plain.mlp(2), OneFOneB(2, 2), mse, batch_dim=wrong)
 
 
+@pytest.mark.parametrize("wrong", [1.5, True, "a"])
+def test_rows_are_along_a_dimension(wrong):
+    with pytest.raises(UsageError, match="rows.*: expected the number of a dimension"):
+        rows(torch.zeros(2, 2), wrong)
+
+
+def test_keywords_have_names():
+    with Pipeline(plain.mlp(2), OneFOneB(2, 2), mse) as pipe, pytest.raises(UsageError, match="keywords=.*a dict"):
+        pipe.step(*plain.batch(4), keywords=[1])
+
+
 @pytest.mark.parametrize("wrong", [[], torch.zeros(2, 2), "ab"])
 def test_ready_pieces_are_a_list(wrong):
     with pytest.raises(UsageError, match=r"pipelab\.microbatches\(pieces\): expected a list"):

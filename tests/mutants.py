@@ -38,15 +38,15 @@ TESTS = {
     "plan/binding": f"{CHECKED} plan/test_strangers checking/test_sizes test_schedule",
     "checking/checker": f"{CHECKED} {MORE} checking/test_deadlock simulation/test_byte_caps test_schedule",
     "checking/rules": f"{CHECKED} checking/test_sizes",
-    "checking/mistakes": f"{CHECKED} checking/test_sizes",
+    "checking/mistakes": f"{CHECKED} {MORE} checking/test_sizes",
     "checking/residency": "checking/test_residency",
     "checking/deadlock": f"{CHECKED} checking/test_deadlock",
     "checking/repair": "checking/test_deadlock checking/test_repair",
     "simulation/clock": "simulation/test_clock simulation/test_cost simulation/test_links",
     "simulation/memory": "simulation/test_memory",
-    "catalogue/list_scheduling": "catalogue/test_greedy",
+    "catalogue/list_scheduling": "catalogue/test_greedy simulation/test_byte_caps",
     "engine/stage/split_backward": "engine/stage/test_split_backward",
-    "engine/stage/batch": "engine/stage/test_batch engine/stage/test_loss",
+    "engine/stage/batch": "engine/stage/test_batch engine/stage/test_loss engine/stage/test_inputs",
 }
 """The tests of each module, beside its own doctests."""
 

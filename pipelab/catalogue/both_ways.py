@@ -20,8 +20,9 @@ class Chimera(BothWays):
     holds two stages, one for each direction, so the parameters are held twice, and all-reduces (not drawn) sum their
     gradients.
 
-    The paper draws forwards as long as backwards, and the bubble is then half of 1F1B's. With `B = 2 * F` the two
-    directions do not fit into each other so well: 27.3 % of 8 ranks' time with 16 micro-batches, where 1F1B has 30.4 %.
+    The paper draws forwards as long as backwards. A rank then idles for `P - 2` of them, where 1F1B's idles for
+    `2 * (P - 1)`. With `B = 2 * F` the two directions do not fit into each other so well: 27.3 % of 8 ranks' time with
+    16 micro-batches, where 1F1B has 30.4 %.
 
     Example:
         >>> import pipelab
@@ -77,9 +78,9 @@ class GEMS(BothWays):
         rank 2 |       F0 B0 F1             B1 F2 B2
 
     When a backward has left a rank, the next micro-batch's forward enters it from the same side. A rank never holds
-    more than one activation, so this is for models whose activations do not fit otherwise. Two ranks work at a time,
-    however many there are. Every rank holds two stages, one for each direction, and all-reduces (not drawn) sum their
-    gradients.
+    more than one activation, so this is for models whose activations do not fit otherwise. At most two ranks
+    work at a time, however many there are: 1.28 on average on 4 ranks with 8 micro-batches. Every rank holds two
+    stages, one for each direction, and all-reduces (not drawn) sum their gradients.
 
     Example:
         >>> import pipelab

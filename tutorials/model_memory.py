@@ -1,7 +1,7 @@
 # %% [markdown]
 # # The memory of a model
 #
-# A model of 70 billion parameters takes 130 GB in 16-bit numbers. You have 80 GPUs of 80 GB, so you cut the model into
+# A model of 70 billion parameters takes 140 GB in 16-bit numbers. You have 80 GPUs of 80 GB, so you cut the model into
 # 80 stages, a layer for each GPU. The last GPU needs 18 GB. The first one stops with `CUDA out of memory`, before its
 # first backward.
 #
@@ -161,7 +161,7 @@ for ranks in (2, 4, 8, 16):
 # 18.3 GB, on any number of ranks. Each activation is 1/P as large, and rank 0 holds P of them: **P × 1/P = 1**. A
 # pipeline divides the parameters by its ranks, and the activations of the first rank by nothing.
 #
-# GPipe is worse: it holds M × 1/P, and M is larger than P. Only the last ranks of 1F1B get the whole gain.
+# GPipe is worse: it holds M × 1/P, and M is larger than P. Only the last rank of 1F1B gets the whole gain.
 
 # %% [markdown]
 # So here is 70B on GPUs of 80 GB. More ranks do not help it:
@@ -180,8 +180,8 @@ for ranks in (16, 20, 40, 80):
 # ## What does help?
 #
 # - **Fewer words or sequences** in a micro-batch, down to one sequence.
-# - **Another order.** V-Min holds a third of this, because every rank has a stage of the first ones and a stage of the
-#   last ones: [V shapes](v_shapes.md).
+# - **Another order.** V-Min holds half of this on 4 or 8 ranks, and less on more, because every rank has a stage of the
+#   first ones and a stage of the last ones: [V shapes](v_shapes.md).
 # - **Computing activations again** instead of keeping them: [Recomputation](recomputation.md).
 # - **Cutting layers across**, so that t GPUs share each layer (tensor and sequence parallelism; Korthikanti et al.,
 #   section 4.2). Each holds 1/t of the activations.

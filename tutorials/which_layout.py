@@ -2,7 +2,7 @@
 # # Which layout?
 #
 # You train GPT-3, 175 billion parameters, on 64 A100 GPUs of 80 GB: eight nodes of eight. Every copy of the model needs
-# 3,100 GB before it has seen a word. So GPUs must share: the batch, the weights, each layer, or the depth. Each way
+# 3,150 GB before it has seen a word. So GPUs must share: the batch, the weights, each layer, or the depth. Each way
 # moves other bytes over other links, and the slowest link decides.
 #
 # On this page you try each way by itself, see what it moves, and then combine them: that is a *layout*.
@@ -59,9 +59,13 @@ assert round(again.seconds, 1) == 14.8
 assert round(max(again.bytes) / GB) == 64
 
 # %% [markdown] tags=["answer"]
-# 3,233, 1,163, 474 and 136 GB: none fits. ZeRO-3 leaves 49 GB of the 3,143 GB of state, but no level divides the
+# 3,233, 1,163, 474 and 136 GB: none fits. ZeRO-3 leaves 49 GB of the 3,154 GB of state, but no level divides the
 # activations: one sequence's are there in all 96 layers. With [recomputation](recomputation.md) ZeRO-3 fits, in 64 GB,
 # but a step takes 14.8 s.
+#
+# (ZeRO-1 and ZeRO-2 send the same bytes. That ZeRO-2 takes 2.2 s longer here is the estimate's doing: it hides ZeRO-1's
+# messages behind a whole forward and backward, and ZeRO-2's behind the weight gradients alone. On a real machine expect
+# less of a difference.)
 
 # %% [markdown]
 # ## Share each layer: tensor parallelism
@@ -90,7 +94,7 @@ assert max(node.bytes) > 80 * GB > max(wide.bytes)
 # Keep `t` = 8, one node for each layer. Two ways divide the state among the eight nodes:
 #
 # - **ZeRO-3**: eight copies share all weights. For every micro-batch, each layer's weights must come from the other
-#   nodes, in the forward and again in the backward.
+#   nodes, in the forward and again in the backward; and then its gradients, in 32 bits, go to their owners.
 # - **A pipeline** of eight stages: each node holds 12 layers. One stage's outputs go to the next node.
 #
 # How many GB does a GPU send to other nodes in a step, in each?
@@ -110,7 +114,8 @@ assert round(pipeline.seconds, 1) == 13.3
 
 # %% [markdown] tags=["answer"]
 # 1,226 GB against 0.4 GB, and 73 against 13.3 seconds. Both fit. ZeRO-3 moves all *weights* for every
-# micro-batch. The pipeline moves *activations*, and only those between two stages. It pays with its bubble instead.
+# micro-batch, twice in 16 bits, which is 613 GB, and their *gradients* once in 32 bits, which is as much again. The
+# pipeline moves *activations*, and only those between two stages. It pays with its bubble instead.
 #
 # (ZeRO-3 is good where few micro-batches are enough: 64 copies with one micro-batch each took 11.7 s above. It did
 # not fit because of its activations.)

@@ -31,8 +31,7 @@ class Part:
     pieces: list[Any] = field(default_factory=list)  # without numbers if this process was given none
     counts: list[int] = field(default_factory=list)  # how many rows each micro-batch has
     ways: list[Way] = field(default_factory=list)  # how each leaf of a micro-batch was cut
-    ready: bool = False  # whether some of it was cut already
-    listed: bool = False  # whether all of it was, so that outputs are not joined
+    ready: bool = False  # whether some of it was cut already, so that outputs are not joined
     weights: list[float] = field(default_factory=list)  # of the targets, the weight of each micro-batch's loss
     words: str = ""  # a description, by which processes compare them
     named: dict[str, list[str]] = field(default_factory=dict)  # of keywords, each one's description, by micro-batch
@@ -41,7 +40,7 @@ class Part:
     def take(self, known: Part) -> None:
         """Take over what is known of the same inputs or targets from another process."""
         self.words, self.pieces, self.counts = known.words, known.pieces, known.counts
-        self.ready, self.listed, self.weights = known.ready, known.listed, known.weights
+        self.ready, self.weights = known.ready, known.weights
 
 
 # ── How many rows has each micro-batch? ───────────────────────────────────────────────────────────────────────────────
@@ -297,15 +296,15 @@ class Cut:
         many, dim = len(self.sequences), self.batch_dim
         counts = counts_of(value, name, many, dim, ready)
         own = ready is not None and ready_counts(value, name, many, dim) is not None
-        listed = isinstance(value, Marked) and value.how == "microbatches"
-        return Part(name, True, split_batch(value, counts, dim), counts, ways_of(value, dim), own, listed)  # noqa: FBT003
+        return Part(name, True, split_batch(value, counts, dim), counts, ways_of(value, dim), own)  # noqa: FBT003
 
     def keywords(self, value: dict[str, Any], ready: list[int] | None) -> Part:
         """Return keywords in micro-batches; those that are all whole have no rows."""
         if self.ready({"": value}) or any(True for _ in _cut_tensors(value, "", self.batch_dim)):
             return self.part("keywords", value, ready)
-        many = sum(map(len, self.sequences))
-        return Part("keywords", here=True, pieces=split_batch(value, [0] * many))
+        rows = [0] * len(self.sequences)
+        part = Part("keywords", True, split_batch(value, rows), rows, ways_of(value, 0))  # noqa: FBT003
+        return replace(part if self.dim is None else self._sliced(part), counts=[])
 
     def ready(self, given: Mapping[str, Any]) -> list[int] | None:
         """Return how many rows each sequence has, if any of these values is cut already."""
@@ -349,7 +348,7 @@ class Cut:
         if self.dim is not None:
             pieces = [join([pieces[m] for m in slices], self.dim) for slices in self.sequences]
         counts = [inputs.counts[each[0]] for each in self.sequences]
-        return list(pieces) if inputs.listed else join_outputs(pieces, counts, self.batch_dim)
+        return list(pieces) if inputs.ready else join_outputs(pieces, counts, self.batch_dim)
 
 
 def join_outputs(pieces: list[Any], counts: Sequence[int], dim: int) -> Any:
@@ -368,11 +367,14 @@ def join_outputs(pieces: list[Any], counts: Sequence[int], dim: int) -> Any:
 def join(pieces: list[Any], along: int | Sequence[Way] = 0) -> Any:
     """Return micro-batches as one value, rows in the batch's order; or the slices of a dimension.
 
-    A tensor without rows becomes one with a row per micro-batch. All is on the first micro-batch's device.
+    A tensor without rows becomes one with a row per micro-batch, and one without tokens one with as many as slices. All
+    is on the first micro-batch's device.
     """
     if isinstance(pieces[0], torch.Tensor) and isinstance(along, int):
         device = pieces[0].device
-        return torch.cat([(piece.reshape(1) if piece.dim() == 0 else piece).to(device) for piece in pieces], along)
+        short = along + 1 - pieces[0].dim()
+        padded = [piece[(..., *[None] * short)] if short > 0 else piece for piece in pieces]
+        return torch.cat([piece.to(device) for piece in padded], along)
     apart = [take_apart(piece) for piece in pieces]
     leaves = [*zip(*(leaves for leaves, _ in apart), strict=True)]
     ways = [Way(along)] * len(leaves) if isinstance(along, int) else along

@@ -87,7 +87,7 @@ def rows(value: Any, dim: int = 0) -> Marked:
 def microbatches(pieces: Sequence[Any]) -> Marked:
     """Mark a batch, or a part of it, that is cut into micro-batches already; they may have unlike shapes.
 
-    If all of `x` is so marked, outputs are a list too, with an entry for each piece. With a schedule of slices, each
+    If rows of `x` are so marked, outputs are a list too, with an entry for each piece. With a schedule of slices, each
     piece is a sequence, which pipelab cuts into its slices.
 
     Example:

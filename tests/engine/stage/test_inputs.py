@@ -218,7 +218,7 @@ def test_gradients_and_outputs_are_those_of_the_whole_batch(case, schedule):
     assert plain.difference(ours, gradients) < 1e-5
     torch.testing.assert_close(step.loss, expected.detach())
     for made in (step.outputs, forward):
-        torch.testing.assert_close(torch.cat(made) if case == "pieces that are ready" else made, output.detach())
+        torch.testing.assert_close(torch.cat(made) if "ready" in case else made, output.detach())
     assert proof.exact or schedule is pipelab.ZBH1
     assert (proof.whole_batch_difference or 0.0) < 1e-5
     assert (proof.whole_batch_difference is None) == ("ready" in case)
@@ -261,6 +261,16 @@ def test_graphs_of_unlike_sizes_have_targets_of_their_own_count():
         [Graph(), nn.Linear(8, 4)], OneFOneB(2, 3), (microbatches(pieces), microbatches([first(1, 4)] * 3))
     )
     assert proof.exact
+
+
+def test_outputs_of_pieces_are_a_list_where_only_a_part_of_x_was_cut_already():
+    pieces = [torch.randn(2, length, 8) for length in (3, 5)]
+    x = {"x": microbatches(pieces), "mask": whole(torch.zeros(1))}
+    stages = [plain.Made(lambda self, given: self.linear(given["x"]), linear=nn.Linear(8, 8)), nn.Tanh()]
+    with Pipeline(stages, GPipe(2, 2), mse, reduction=torch.numel) as pipe:
+        step, outputs = pipe.step(x, microbatches(pieces)), pipe.forward(x)
+    expected = [torch.tanh(stages[0].linear(piece)) for piece in pieces]
+    assert [*map(torch.equal, step.outputs, expected)] == [*map(torch.equal, outputs, expected)] == [True, True]
 
 
 def test_other_targets_are_cut_as_the_pieces_that_are_ready():
@@ -330,6 +340,20 @@ def test_slices_cut_tokens_and_leave_what_is_whole_and_what_has_rows_only():
         assert pipe.forward(first(6, 4, 8)).shape == (6, 4, 8)
     with pytest.raises(UsageError, match="sequence_dim=1 is the dimension of the rows too"):
         Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], Seq1F1B(2, 4), mse, sequence_dim=1, batch_dim=1)
+
+
+def test_outputs_without_tokens_have_one_for_each_slice():
+    class Counts(nn.Module):
+        def forward(self, x):
+            return x, x.sum((1, 2)), x.sum()
+
+    x = torch.randn(4, 6, 8)
+    with Pipeline([nn.Linear(8, 8), Counts()], Seq1F1B(2, 4), lambda made, _: made[0].sum(), sequence_dim=1) as pipe:
+        pipe.forward(x)
+        made, of_rows, of_all = pipe.forward(x)
+    assert made.shape == x.shape
+    assert torch.allclose(of_rows, made.unflatten(1, (2, 3)).sum((2, 3)))
+    assert torch.allclose(of_all, of_rows.unflatten(0, (2, 2)).sum(1))
 
 
 class TakesAMask(nn.Module):
@@ -481,6 +505,16 @@ def test_keywords_are_cut_as_inputs_are():
             pipe.step(x, y, keywords={"mask": torch.tensor(1.0)})
     with Pipeline(stages, OneFOneB(2, 2), mse, batch_dim=1) as pipe:
         assert pipe.verify(first(5, 6, 8), first(5, 6, 8), keywords={"mask": torch.rand(5, 6)}).exact
+
+
+def test_slices_get_all_of_keywords_whose_pieces_are_whole():
+    x = torch.randn(4, 6, 8)
+    tables = microbatches([whole(torch.full((8,), float(sequence))) for sequence in range(2)])
+    stages = [Scaled(), nn.Tanh()]
+    with Pipeline(stages, Seq1F1B(2, 4), mse, sequence_dim=1) as pipe:
+        outputs = pipe.step(x, x, keywords={"table": tables}).outputs
+    expected = torch.tanh(stages[0].linear(x) + torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None, None])
+    assert torch.allclose(outputs, expected)
 
 
 def test_slices_get_their_part_of_keywords_with_tokens():

@@ -114,7 +114,7 @@ class ThreadsEngine(Engine):
         done: Outcomes = queue.SimpleQueue()
         running: dict[Worker, int] = {}
         try:
-            step.streams = self.random.begin(self.stages.modules, self.runners.modules, learning=loss is not None)
+            step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules)
             with quick_switches():
                 for rank, worker in enumerate(self._workers):
                     running[worker] = rank
@@ -128,8 +128,6 @@ class ThreadsEngine(Engine):
             if remark := self._halt(step, running, _GRACE_SECONDS):
                 interrupt.add_note(remark)
             raise
-        finally:
-            self.random.end()
         if failed is not None:
             rank, error = self._workers.index(failed.worker), failed.error
             assert error is not None
@@ -139,7 +137,7 @@ class ThreadsEngine(Engine):
             action = state.actions[min(state.position, len(state.actions) - 1)]
             raise stage_error(error, action, rank, self.devices[rank], remark)
         finish(self.streams, [step.outputs, [] if loss is None else loss.values])
-        self.random.learn()
+        self.random.end()
         return step
 
     @contextmanager

@@ -62,20 +62,17 @@ def cut_graph(
 
 
 def _name_draws(graph: fx.Graph, model: nn.Module) -> None:
-    """Let the graph say, before every operation that draws random numbers, which call of which layer it is."""
+    """Let the graph say, before every operation that draws random numbers, for which layer, and its number."""
     first = {each: name for name, each in model.named_modules()}
-    calls: dict[str, dict[tuple[str, ...], int]] = {}  # by layer, how often each of its calls has drawn
+    drawn = Counter[str]()
     for node in list(graph.nodes):
-        within = node.meta.get("nn_module_stack") or {}
-        for depth, (name, _) in enumerate(within.values(), 1):
-            layer, call = first[model.get_submodule(name)], tuple(within)[:depth]
-            drawn = calls.setdefault(layer, {})
-            drawn.setdefault(call, 0)
+        within = node.meta.get("nn_module_stack")
         if within and _draws(node):
+            layer = first[model.get_submodule([*within.values()][-1][0])]
             with graph.inserting_before(node):
-                named = graph.call_function(name_draw, (layer, [*drawn].index(call), drawn[call]))
+                named = graph.call_function(name_draw, (layer, drawn[layer]))
             named.meta = node.meta
-            drawn[call] += 1
+            drawn[layer] += 1
 
 
 def _draws(node: fx.Node) -> bool:

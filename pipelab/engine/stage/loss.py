@@ -12,7 +12,6 @@ from torch import nn
 
 from pipelab.engine.stage.batch import Reduction, Way
 from pipelab.engine.stage.pytree import described, tensors_of
-from pipelab.engine.stage.streams import LOSS, begin_call, end_call
 from pipelab.errors import LossError
 
 _IGNORED = -100
@@ -35,14 +34,11 @@ class Loss:
 
     def of(self, microbatch: int, output: Any) -> torch.Tensor:
         """Return the loss of one micro-batch, without its weight; store its value."""
-        begin_call(LOSS)
         try:
             loss: object = self.function(output, self.targets[microbatch])
         except Exception as error:
             error.add_note(f"in the loss of an output {_sizes(output)} and a target {_sizes(self.targets[microbatch])}")
             raise
-        finally:
-            end_call()
         if not isinstance(loss, torch.Tensor):
             part = "['loss']" if isinstance(loss, Mapping) else "[0]" if isinstance(loss, (tuple, list)) else ""
             hint = f"\n  try: loss_fn=lambda output, target: your_loss(output, target){part}" if part else ""

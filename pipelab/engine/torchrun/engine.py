@@ -196,15 +196,11 @@ class TorchEngine(Engine):
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step
-            own, running = self.stages.modules, self.runners.modules
-            step.streams = self.random.begin(own, running, self._seed, learning=step.loss is not None)
-            try:
-                self._go(step)
-            finally:
-                self.random.end()
+            step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, self._seed)
+            self._go(step)
             # [3] all processes exchange times and losses
             state, drew = share(self.group, self.plan, step, self._clock)
-            self.random.learn(drew=drew)
+            self.random.end(drew=drew)
         self._step = None
         return state
 

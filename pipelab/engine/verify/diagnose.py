@@ -201,7 +201,7 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     with seen(watched) as during:
         left = trial.stepped(*batch, again=False)
     step = latest()
-    if draws and step is not None and step is not last and step.layers <= {LOSS, *dict(trial.model.named_modules())}:
+    if draws and step is not None and step is not last and step.drew <= {LOSS, *dict(trial.model.named_modules())}:
         trial, draws = replace(trial, seed=step.seed), ""
         alone, shares = trial.each_alone(*batch)
     coarse = (during.types - before.types) & {torch.bfloat16, torch.float16}

@@ -318,6 +318,7 @@ CAUSES = {
         lambda e: [*(e.plain.keys() - e.wrong)],
     ),
     "unexplained": Cause(hint="look for another loss, and for a stage that computes something else"),
+    "not-compared": Cause("The gradients could not be compared, as random numbers are drawn in another order: {}"),
     # what `verify` says of a pipeline
     "remembers": Cause(
         hint="look for state that a stage stores from one micro-batch to the next, and for what a stage does to a "

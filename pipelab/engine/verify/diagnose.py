@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelab.engine.stage.batch import Reduction, counts_of, ready_counts, rows_of
+from pipelab.engine.stage.errors import in_short
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
 from pipelab.engine.stage.streams import LOSS, latest
 from pipelab.engine.verify.causes import CAUSES, Cause, Finding, cause_of, finding, named
 from pipelab.engine.verify.reference import (
+    ANEW,
     NEARBY,
     OTHERWISE,
     Counts,
@@ -42,6 +44,7 @@ from pipelab.engine.verify.reference import (
     seen,
     unproven_of,
 )
+from pipelab.engine.verify.whole import CUT_BEFORE, Whole
 from pipelab.errors import UsageError
 
 _TOLERANCE = 1e-3
@@ -83,8 +86,8 @@ class Diagnosis:
             is added up).
         sentence: the diagnosis in words, with what to try.
 
-    The codes are those of `causes.CAUSES` down to `unexplained`, and `right` and `scaled` (by another number, or one
-    with several meanings).
+    The codes are those of `causes.CAUSES`, and `right` and `scaled` (by another number, or one with several meanings).
+    From `spread` on, the step is right for its micro-batches, and not for the batch as a whole.
     """
 
     code: str
@@ -202,7 +205,7 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
         left = trial.stepped(*batch, again=False)
     step = latest()
     if draws and step is not None and step is not last and step.drew <= {LOSS, *dict(trial.model.named_modules())}:
-        trial, draws = replace(trial, seed=step.seed), ""
+        trial, draws = replace(trial, seed=step.seed), ANEW
         alone, shares = trial.each_alone(*batch)
     coarse = (during.types - before.types) & {torch.bfloat16, torch.float16}
     if coarse:  # the step's own: plain training in other types would differ by more than its rounding
@@ -211,9 +214,8 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     types = during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
-    unproven = unproven_of(trial.model, draws)
     plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(types))
-    evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, unproven)
+    evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, draws)
     for seed in range(NEARBY if evidence.most > tolerance else 0):
         with nearby_weights([trial.model], seed, 0.0):
             near = trial.plainly(*batch)
@@ -245,7 +247,7 @@ def _diagnosis(e: Evidence) -> Diagnosis:
     loud = [name for name in wrong if name not in silent]
     found, silent = _explained(e, loud, silent) if loud else (_right(e, counts, silent), silent)
     if not silent:
-        return found
+        return found if loud else _at_once(e, found)
     first = _with_words(e, finding("missing-gradients", listed(silent))).sentence
     others = f"Of the others: {found}" if loud else "The others are right."
     return replace(found, code="missing-gradients", sentence=f"{first}\n{others}")
@@ -270,6 +272,32 @@ def _right(e: Evidence, counts: Counts, silent: list[str]) -> Diagnosis:
     return _with_words(e, Finding("right", words, 1.0), e.ones, e.most, silent)
 
 
+def _at_once(e: Evidence, right: Diagnosis) -> Diagnosis:
+    """Compare with the batch at once too, of a step that is right for its micro-batches."""
+    trial, (x, y) = e.trial, e.batch
+    unproven = unproven_of(trial.model, e.draws and ANEW)
+    if any(ready_counts(given, "", len(trial.rows), trial.batch_dim) for given in (x, y)):
+        unproven += (CUT_BEFORE,)
+    if not unproven:
+        run = lambda given: trial.run(given[0])  # noqa: E731 - beside it, a pipeline has keywords
+        plain = trial.reference(x, y, e.sizes.shares)
+        plain = replace(plain, rows=[(rows, {}) for rows in plain.rows], forward=run)
+        of_model = trial.model, run, trial.loss_fn, trial.reduction, trial.batch_dim
+        trial.rewind()
+        try:
+            found = Whole(*of_model, (x, {}), y, plain, trial.rewind, e.types).difference(plain.gradients())
+        except Exception as error:  # noqa: BLE001 - it ran on each micro-batch
+            unproven = (f"the model does not take the whole batch ({in_short(error)})",)
+        else:
+            if not found.name:
+                return right
+            off = f"{found.name} differs by {found.size:.1%} of its gradient"
+            first, *more = right.sentence.splitlines()
+            first = f"{first[:-1]}: right for these micro-batches, not for the batch, where {off}."
+            return replace(right, code=found.code, sentence="\n".join([first, *more, found.why]))
+    return replace(right, sentence="\n".join([right.sentence, *(f"not verified: {each}" for each in unproven)]))
+
+
 def _explained(e: Evidence, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
     """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
     counts = e.fit(names)
@@ -279,7 +307,9 @@ def _explained(e: Evidence, names: list[str], silent: list[str]) -> tuple[Diagno
         wrong, strict = [*names, *silent], min(e.tolerance, left[worst] / 8)  # an explanation leaves little
         factors = e.factors()
         more = replace(e, tolerance=strict, wrong={name: factors[name] for name in e.tables if name in wrong})
-        found = cause_of(more, f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch.")
+        found = cause_of(more, share := f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch.")
+        if found.code == "unexplained" and e.draws == OTHERWISE:
+            found = finding("not-compared", share)
         return _with_words(e, found, counts.numbers, left[worst], wrong), silent
     others = [name for name, table in e.tables.items() if name not in silent and table.any()]
     about = names if any(left[name] > e.tolerance for name in others) else others
@@ -295,8 +325,8 @@ def _with_words(
     """Return a diagnosis: the finding, which parameters are wrong, what else is known, and what to try."""
     parameters = _compared(e, wrong) if found.code not in ("not-finite", "rounding") else {}
     lines = [found.words, *_grouped(parameters)]
-    if found.code in ("right", "unexplained", "no-gradients"):
-        lines += [f"not verified: {reason}" for reason in e.unproven]
+    if found.code in ("unexplained", "not-compared", "no-gradients"):
+        lines += [f"not verified: {reason}" for reason in unproven_of(e.trial.model, e.draws)]
     if hint := CAUSES.get(found.code, Cause()).hint:
         lines.append("  try: " + hint.format(microbatches=len(e.sizes.rows), replicas=e.sizes.replicas))
     numbers = () if counts is None else tuple(round(count, 6) for count in counts.tolist())

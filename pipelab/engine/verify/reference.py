@@ -151,7 +151,7 @@ def least_of(norms: Mapping[str, float]) -> float:
     return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
-ANEW = "draws anew for each micro-batch, so the whole batch is not compared: model.eval(), then verify, compares it"
+ANEW = "draws anew for each micro-batch, so the whole batch is not compared: model.eval(), then again, compares it"
 OTHERWISE = "draws other random numbers than the plain model: set model.eval()"
 
 
@@ -242,16 +242,12 @@ class Trial:
     def each_alone(self, x: Any, y: Any) -> tuple[list[Gradients], list[float]]:
         """Return what each micro-batch adds in plain training, and its weight in the batch's loss."""
         self.rewind()
-        own = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        inputs, targets = (split_batch(value, self.rows, self.batch_dim) for value in (x, y))
-        around = nullcontext if self.seed is None else partial(Streams(self.model).plainly, [self.model], self.seed)
-        weights = [1.0] * len(self.rows)
-        plain = Reference(own, self._run, self.loss_fn, self.caller, inputs, targets, weights, around)
-        outputs, alone = list[Any](), list[Gradients]()
+        plain, outputs, alone = self.reference(x, y, [1.0] * len(self.rows)), list[Any](), list[Gradients]()
+        targets = [*plain.targets]
         for microbatch in range(len(self.rows)):
             outputs.append(map_tensors(torch.Tensor.detach, plain.run(microbatch)))
-            alone.append(Gradients.of(own, "cpu"))
-            for parameter in own.values():
+            alone.append(Gradients.of(plain.parameters, "cpu"))
+            for parameter in plain.parameters.values():
                 parameter.grad = None
         if self.reduction is None:
             join_all = partial(join_outputs, counts=self.rows, dim=self.batch_dim)
@@ -262,6 +258,13 @@ class Trial:
             for name, gradient in gradients.items():  # of no share, also where it is no number
                 gradients[name] = gradient * share if share else torch.zeros_like(gradient)
         return alone, shares
+
+    def reference(self, x: Any, y: Any, weights: Sequence[float]) -> Reference:
+        """Return plain training of the whole model on the micro-batches."""
+        own = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        inputs, targets = (split_batch(value, self.rows, self.batch_dim) for value in (x, y))
+        around = nullcontext if self.seed is None else partial(Streams(self.model).plainly, [self.model], self.seed)
+        return Reference(own, self.run, self.loss_fn, self.caller, inputs, targets, weights, around)
 
     def plainly(self, x: Any, y: Any) -> Gradients:
         """Return plain training's gradients of what the step trains."""
@@ -289,7 +292,7 @@ class Trial:
         rows = split_batch(value, [1] * sum(self.rows), self.batch_dim)
         return join([rows[row % len(rows)] for row in which], self.batch_dim)
 
-    def _run(self, rows: Any) -> Any:
+    def run(self, rows: Any) -> Any:
         """Run the model under autocast to the step's types; the loss gets float32, as it does under autocast."""
         device = next(iter(self.model.parameters())).device
         rows = moved(rows, device)
@@ -502,7 +505,7 @@ class Evidence:
     sizes: Sizes
     tolerance: float  # the largest rest of a gradient that may be rounding
     types: set[torch.dtype]  # in which the step and plain training compute
-    unproven: tuple[str, ...]  # what cannot be verified
+    draws: str  # how the model draws random numbers, if it does
     wrong: Mapping[str, float | None] = field(default_factory=dict)  # the parameters, and the factor of each, if any
 
     @property

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipelab.engine.engine import Assembly
 from pipelab.engine.model.traced import call
-from pipelab.engine.stage.batch import join, join_outputs, split_batch, weights_of
+from pipelab.engine.stage.batch import split_batch, weights_of
 from pipelab.engine.stage.errors import in_short
-from pipelab.engine.stage.inputs import taken, unmarked
-from pipelab.engine.stage.pytree import described, map_tensors, named_leaves, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.inputs import taken
+from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
-from pipelab.engine.stage.split_backward import custom_functions
 from pipelab.engine.stage.streams import StepStreams
 from pipelab.engine.verify.causes import said
 from pipelab.engine.verify.reference import (
     ANEW,
-    NEARBY,
     OTHERWISE,
     Gradients,
-    NoSumError,
     Reference,
     listed,
-    loss_of,
     moved,
-    nearby_weights,
     relative,
     rounding_of,
-    shares_of,
-    shown,
-    slopes_of,
     unproven_of,
 )
+from pipelab.engine.verify.whole import CUT_BEFORE, Difference, Whole
 from pipelab.errors import VerificationError
 from pipelab.plan.fault import ranges
 
@@ -48,14 +41,6 @@ relative to the norms of what is added up: the sum may be much smaller, as it is
 
 _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
-
-_WHOLE_BATCH_TOLERANCE = 1e-4
-"""Likewise against the whole batch, relative to the sum itself: generous, because a wrong weight is off by far
-more than rounding."""
-
-_MOVE = 0.05
-"""How far to move weights to look again: far enough that residuals are no rounding errors, near enough that what is
-wrong with the present weights is wrong with those. Types that round more coarsely must move further."""
 
 _WITH_OTHER_WEIGHTS = (
     " with slightly different weights. With the present ones they differ by more, as they do where rounding decides."
@@ -211,11 +196,6 @@ class _Comparison:
     def allowed(self, gradient: torch.Tensor) -> float:
         return tolerance(self.pipe.engine.devices, self.plain.caller.types, gradient)
 
-    @property
-    def allowed_of_the_batch(self) -> float:
-        types = {parameter.dtype for parameter in self.plain.parameters.values()}
-        return max(_WHOLE_BATCH_TOLERANCE, rounding_of(types | self.plain.caller.types))
-
     def wrong(self, ours: Gradients, off: dict[str, float]) -> list[str]:
         """Return the parameters whose gradients differ by more than rounding."""
         return [name for name, gradient in ours.items() if not off[name] <= self.allowed(gradient)]
@@ -275,21 +255,21 @@ def _compared(both: _Comparison, ours: Gradients, apart: str, *, at_once: bool) 
     if seen := pipe.engine.first_message(seen):
         raise VerificationError(f"{seen}\n{_explanation(both)}")
     unproven = unproven_of(pipe.stages.model, draws)
-    whole = _Whole()
+    whole: Difference | None = None
     if at_once and not unproven:
         with _on_all_processes(pipe):
-            whole = _at_once(both, sums)
-    unproven += (*whole.unproven, *filter(None, [pipe.engine.first_message(apart)]))  # others may hold other stages
+            whole, unproven = _at_once(both, sums)
+    unproven += tuple(filter(None, [pipe.engine.first_message(apart)]))  # others may hold other stages
     return Verification(
         parameters=len(ours),
         microbatches=len(plain.rows),
         exact=exact,
         largest_difference=max(off.values(), default=0.0),
-        whole_batch_difference=whole.difference,
+        whole_batch_difference=None if whole is None else whole.size,
         unproven=unproven,
         idle=tuple(idle),
         compared=not wrong,
-        nearby=whole.nearby,
+        nearby=whole is not None and whole.nearby,
     )
 
 
@@ -334,306 +314,27 @@ def _as_in_the_workers(pipe: Assembly) -> Iterator[None]:
         torch.set_num_threads(callers)
 
 
-class _Whole(NamedTuple):
-    """How far the whole batch's gradients are, whether with nearby weights, and what is unproven."""
-
-    difference: float | None = None
-    nearby: bool = False
-    unproven: tuple[str, ...] = ()
-
-
-def _at_once(both: _Comparison, sums: Gradients) -> _Whole:
-    """Return how far the micro-batches' gradients are from the whole batch's; refuse those that are too far.
-
-    Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
-    input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
-    difference is a fault if it is too large with most of some other weights.
-    """
-    if both.pipe.cut.ready({"x": both.x, "y": both.y, "keywords": both.keywords}):
-        return _Whole(unproven=("the micro-batches were cut before: there is no whole batch to compare with",))
-    both = replace(both, x=unmarked(both.x), y=unmarked(both.y), keywords=unmarked(both.keywords))
+def _at_once(both: _Comparison, sums: Gradients) -> tuple[Difference | None, tuple[str, ...]]:
+    """Return how far the micro-batches' gradients are from the whole batch's, and what is unproven; refuse too far."""
+    pipe = both.pipe
+    if pipe.cut.ready({"x": both.x, "y": both.y, "keywords": both.keywords}):
+        return None, (CUT_BEFORE,)
+    types = {parameter.dtype for parameter in both.plain.parameters.values()} | both.plain.caller.types
+    of_model = pipe.stages.named, partial(_through_model, pipe), pipe.loss_fn, pipe.reduction, pipe.cut.batch_dim
+    whole = Whole(*of_model, (both.x, both.keywords), both.y, both.plain, both.rewind, types)
     try:
-        difference, is_wrong = _difference_at_once(both, sums)
+        found = whole.difference(sums)
     except Exception as error:
-        if not isinstance(both.pipe.stages.model, nn.ModuleList):
+        if not isinstance(pipe.stages.model, nn.ModuleList):
             raise
-        return _Whole(unproven=(f"the stages, given as a list, do not take the whole batch ({in_short(error)})",))
-    if not is_wrong:
-        return _Whole(difference)
-    difference, wrong = _nearby(both)
-    if wrong:
-        raise VerificationError(wrong)
-    return _Whole(difference, nearby=True)
-
-
-def _nearby(both: _Comparison) -> tuple[float, str]:
-    """Compare with the whole batch with some other weights; return what most of these comparisons say."""
-    looks = {True: list[float](), False: list[float]()}
-    for seed in range(NEARBY):
-        with nearby_weights(both.pipe.stages.modules, seed, max(_MOVE, 4 * both.allowed_of_the_batch)):
-            both.rewind()
-            sums = both.plain.gradients()
-            both.rewind()
-            difference, why = _difference_at_once(both, sums)
-            looks[bool(why)].append(difference)
-            if len(looks[bool(why)]) > NEARBY // 2:
-                return difference, why() if why else ""
-    raise AssertionError("of an odd number of looks, most agree")
-
-
-def _difference_at_once(both: _Comparison, sums: Gradients) -> tuple[float, Callable[[], str] | None]:
-    """Compare with the whole batch, with the weights as they are; if they differ too much, return what says why."""
-    forward = partial(_through_model, both.pipe)
-    at_once = replace(both.plain, forward=forward, rows=[(both.x, both.keywords)], targets=[both.y], weights=[1.0])
-    output = at_once.run()
-    whole = Gradients.of(at_once.parameters)
-    off = relative((sums - whole).norms, whole.norms)
-    name = max(off, key=off.__getitem__)
-    wrong = [parameter for parameter, difference in off.items() if not difference <= both.allowed_of_the_batch]
-    if not wrong:
-        return off[name], None
-    fact = (
-        f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
-        f"{name} differs by {off[name]:.1e} (2-norm, relative to the sum), with slightly different weights too"
-    )
-    return off[name], lambda: f"{fact}\n{_why_at_once(both, output, wrong[-1])}"
-
-
-def _why_at_once(both: _Comparison, output: Any, wrong: str) -> str:
-    """Return why the whole batch has other gradients: the first cause of `_LOOKS` that finds something."""
-    if _spreads(both.pipe, output, both.y):
-        return said("spread", list(output.shape), list(both.y.shape), shape=str(list(output.shape))[1:-1])
-    x, through = (both.x, both.keywords), partial(_through_model, both.pipe)
-    plain = replace(both.plain, forward=through)
-    if not both.keywords:  # then what is tried out is the input itself
-        x, rows = both.x, [rows for rows, _ in both.plain.rows]
-        plain = replace(plain, forward=lambda value: through((value, {})), rows=rows)
-    tried = _AtOnce(both.pipe, x, both.y, both.keywords, plain, both.rewind)
-    for code, look in _LOOKS.items():
-        with suppress(Exception):  # a model, or a loss, that does not take what is tried
-            if found := look(tried):
-                words = found if isinstance(found, (tuple, list)) else [found]
-                return said(code, *words, microbatches=len(plain.rows))
-    return said("rows-mixed", wrong)
-
-
-def _spreads(pipe: Assembly, output: Any, y: Any) -> bool:
-    """Return whether the loss broadcasts output and targets.
-
-    Such a loss pairs every row of one with every row of the other, in any order.
-    """
-    if not (isinstance(output, torch.Tensor) and isinstance(y, torch.Tensor) and output.numel() == y.numel()):
-        return False
-    try:
-        spread = torch.broadcast_shapes(output.shape, y.shape)
-    except RuntimeError:  # the loss does something else with them
-        return False
-    turned = y.flip(0)
-    if spread.numel() == y.numel() or torch.equal(turned, y):
-        return False
-    with torch.no_grad():
-        before, after = (pipe.loss_fn(output, targets.to(output.device)) for targets in (y, turned))
-    return torch.allclose(before, after, rtol=1e-4)
-
-
-# ── Why has the whole batch other gradients? ──────────────────────────────────────────────────────────────────────────
-
-
-class _AtOnce(_Comparison):
-    """What the model makes of the batch at once, and of its micro-batches."""
-
-    def out(self, given: Any) -> Any:
-        self.rewind()
-        with self.plain.around(), torch.no_grad():
-            return map_tensors(torch.clone, self.plain.forward(given))
-
-    @cached_property
-    def whole(self) -> Any:
-        return self.out(self.x)
-
-    @cached_property
-    def parts(self) -> list[Any]:
-        return [*map(self.out, self.plain.rows)]
-
-    @cached_property
-    def odd(self) -> list[bool]:
-        """For each tensor of the output, whether the micro-batches make another than the whole batch."""
-        return self.unlike(self.joined(self.parts), self.whole)
-
-    @cached_property
-    def cut(self) -> dict[int, int]:
-        """For each leaf of `x` that is cut, the dimension of its rows."""
-        found = dict[int, int]()
-        pairs = zip(take_apart(self.x)[0], take_apart(self.plain.rows[0])[0], strict=True)
-        for index, (whole, part) in enumerate(pairs):
-            if isinstance(whole, torch.Tensor) and whole.shape != part.shape:
-                found[index] = [*map(int.__ne__, whole.shape, part.shape)].index(True)
-        return found
-
-    def joined(self, outputs: list[Any]) -> Any:
-        return join_outputs(outputs, self.counts, self.pipe.cut.batch_dim)
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """How many rows each micro-batch has."""
-        leaf, dim = next(iter(self.cut.items()))
-        return [take_apart(rows)[0][leaf].shape[dim] for rows in self.plain.rows]
-
-    def first_rows(self, value: Any) -> Any:
-        """Return the first micro-batch's rows of an output."""
-        dim, rows = self.pipe.cut.batch_dim, sum(self.counts)
-
-        def first(each: torch.Tensor) -> torch.Tensor:
-            return each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0])
-
-        return map_tensors(first, value)
-
-    @cached_property
-    def shares(self) -> list[float]:
-        """Each micro-batch's weight in the loss of the batch; none if that is no weighted sum."""
-        try:
-            return shares_of(self.pipe.loss_fn, self.parts, [*self.plain.targets], self.y, self.joined)
-        except NoSumError:
-            return []
-
-    def unlike(self, ours: Any, theirs: Any) -> list[bool]:
-        """Return, for each tensor of two values, whether they differ by more than rounding."""
-        return [
-            one.shape != other.shape or float((one - other).norm()) > self.allowed_of_the_batch * float(other.norm())
-            for one, other in zip(*(map(_double, tensors_of(value)) for value in (ours, theirs)), strict=True)
-        ]
-
-    def feels(self, index: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Return whether outputs of the first micro-batch's rows change with the later rows of a leaf of `x`."""
-        leaves, spec = take_apart(self.x)
-        first, later, last = leaves[index].split([self.counts[0], sum(self.counts[1:]) - 1, 1], self.cut[index])
-        leaves[index] = torch.cat([first, change(later, last), last], self.cut[index])
-        return any(self.unlike(*map(self.first_rows, (self.out(rebuild(leaves, spec)), self.whole))))
-
-    @cached_property
-    def backwards(self) -> tuple[list[str], list[Gradients]]:
-        """Autograd functions that are not PyTorch's; the gradients of the loss, by way of the output alone, of 0."""
-        self.rewind()
-        found = list[Gradients]()
-        with self.plain.around(), torch.enable_grad():
-            output = self.plain.forward(self.x)
-            value = loss_of(self.pipe.loss_fn, output, self.y).of(0, output)
-            ends = [each for each in tensors_of(output) if each.requires_grad]
-            slopes = torch.autograd.grad(value, ends, retain_graph=True, materialize_grads=True)
-            for outputs, starts in (([value], None), (ends, slopes), (ends, [*map(torch.zeros_like, ends)])):
-                torch.autograd.backward(outputs, starts, retain_graph=True)
-                found.append(Gradients.of(self.plain.parameters))
-                for parameter in self.plain.parameters.values():
-                    parameter.grad = None
-        return [*custom_functions(ends)], found
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
-
-
-def _pairs(e: _AtOnce) -> bool:
-    rows = [1, e.counts[0] - 1]
-    output, target = (split_batch(each, rows, e.pipe.cut.batch_dim)[0] for each in (e.parts[0], e.plain.targets[0]))
-    output = map_tensors(lambda each: each.clone().requires_grad_(each.is_floating_point()), output)
-    slopes = slopes_of(e.pipe.loss_fn, output, target, [each for each in tensors_of(output) if each.requires_grad])
-    return not (e.shares or any(bool(each.nan_to_num().any()) for each in slopes))
-
-
-def _reduction(e: _AtOnce) -> tuple[str, ...]:
-    reduction = repr(e.pipe.reduction) if isinstance(e.pipe.reduction, str) else "a function"
-    both = zip(e.shares, e.plain.weights, strict=True)
-    off = max(abs(one - other) / max(one, other) for one, other in both if one or other)
-    return (reduction, shown(e.plain.weights), shown(e.shares)) if off > max(1e-3, e.allowed_of_the_batch) else ()
-
-
-def _state(e: _AtOnce) -> str:
-    before = {name: each.clone() for name, each in e.pipe.stages.named.named_buffers()}
-    e.rewind()
-    with e.plain.around(), torch.no_grad():
-        first, again = (map_tensors(torch.clone, e.plain.forward(e.plain.rows[0])) for _ in range(2))
-    changed = (name for name, each in e.pipe.stages.named.named_buffers() if not torch.equal(each, before[name]))
-    return next(changed, "an attribute") if any(e.unlike(first, again)) else ""
-
-
-def _other_dimension(e: _AtOnce) -> tuple[object, ...]:
-    ours = e.pipe.cut.batch_dim
-    other = 0 if ours else 1
-    pieces = split_batch(e.x, [1, tensors_of(e.x)[0].shape[other] - 1], other)
-    if not any(e.odd) or any(e.unlike(join([*map(e.out, pieces)], other), e.whole)):
-        return ()
-    layers = (name for name, each in e.pipe.stages.named.named_modules() if getattr(each, "batch_first", 1) is False)
-    return ours, other, f": {name} has batch_first=False" if other and (name := next(layers, "")) else ""
-
-
-def _leaves(e: _AtOnce) -> str:
-    named = named_leaves(e.x)
-    found = [named[i] for i in e.cut if any(e.odd) and e.feels(i, lambda later, last: last.expand_as(later))]
-    some = len(found) < len(e.cut) or not any(leaf.is_floating_point() for _, leaf in found)
-    parts = ("x[0]", "x"), ("x[1]", "keywords")
-    names = [f"x{place} ({described(leaf)})" for place, leaf in found]
-    return (
-        listed([name.replace(*parts[name.startswith("x[1]")]) if e.keywords else name for name in names])
-        if len(e.cut) > 1 and some
-        else ""
-    )
-
-
-def _auxiliary(e: _AtOnce) -> tuple[str, ...]:
-    names = [f"output{place}" for place, leaf in named_leaves(e.whole) if isinstance(leaf, torch.Tensor)]
-    odd = [name for name, is_odd in zip(names, e.odd, strict=True) if is_odd]
-    return (listed(odd), listed([name for name in names if name not in odd])) if odd and not all(e.odd) else ()
-
-
-def _first_layer(e: _AtOnce) -> str:
-    """Return the first layer that makes something else of the first micro-batch's rows alone."""
-    made = dict[nn.Module, list[Any]]()
-    with nn.modules.module.register_module_forward_hook(lambda layer, _, out: made.setdefault(layer, []).append(out)):
-        e.out(e.plain.rows[0]), e.out(e.x)
-    names = {layer: name for name, layer in e.pipe.stages.named.named_modules()}
-    for layer, (alone, *_, whole) in made.items():
-        if any(e.unlike(alone, e.first_rows(whole))):
-            return names.get(layer) or "the model"
-    return ""
-
-
-def _branch(e: _AtOnce) -> str:
-    numbers = [i for i, (_, leaf) in enumerate(named_leaves(e.x)) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    follows = not numbers or any(e.feels(i, lambda later, _: later * 1.01) for i in numbers)
-    return "" if follows else _first_layer(e)
-
-
-def _beside(e: _AtOnce) -> str:
-    loss, along, _ = e.backwards[1]
-    left = (
-        f"{name}.{key}"
-        for name, part in e.pipe.stages.named.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    )
-    off = relative((loss - along).norms, loss.norms)
-    return listed([*left]) or "what is no output" if max(off.values()) > e.allowed_of_the_batch else ""
-
-
-def _injected(e: _AtOnce) -> str:
-    functions, (*_, of_zero) = e.backwards
-    return (listed(functions) or "a hook") if any(bool(each.any()) for each in of_zero.values()) else ""
-
-
-_LOOKS: dict[str, Callable[[_AtOnce], Any]] = {
-    "pairs-of-rows": _pairs,
-    "loss-of-several-rows": lambda e: not e.shares,
-    "reduction": _reduction,
-    "state-between-calls": _state,
-    "sequence-first": _other_dimension,
-    "not-by-rows": _leaves,
-    "auxiliary-output": _auxiliary,
-    "branch": lambda e: any(e.odd) and _branch(e),
-    "statistic": lambda e: any(e.odd) and _first_layer(e),
-    "loss-beside": _beside,
-    "injected": _injected,
-}
-"""By code of a cause, what tries it out, and returns what it finds, for the cause's sentence."""
+        return None, (f"the stages, given as a list, do not take the whole batch ({in_short(error)})",)
+    if found.name:
+        raise VerificationError(
+            f"the micro-batches' gradients are equal to the plain model's, but their sum is not the whole batch's: "
+            f"{found.name} differs by {found.size:.1e} (2-norm, relative to the sum), with slightly different weights "
+            f"too\n{found.why}"
+        )
+    return found, ()
 
 
 def _explanation(both: _Comparison) -> str:

@@ -322,7 +322,9 @@ def test_a_number_with_two_meanings_is_not_given_one():
 def test_random_numbers_and_nan_are_said():
     (x, y), model = plain.batch(20), nn.Sequential(nn.Dropout(0.5), *plain.mlp(2))
     backwards = lambda x, y: mse(model(x.flip(0)), y.flip(0)).backward()  # noqa: E731
-    assert "model.eval()" in str(found_in(backwards, model))
+    found = found_in(backwards, model)
+    assert found.code == "not-compared"
+    assert "not verified: dropout draws other random numbers than the plain model: set model.eval()" in str(found)
     model.eval()
     assert found_in(backwards, model).code == "right"
     x[3, 0] = torch.nan
@@ -474,7 +476,8 @@ def test_a_pipeline_with_dropout_is_compared(schedule):
                     parameter.grad *= times
 
             found = found_in(step, model)
-            assert (found.code, "not verified" in str(found)) == (code, False)
+            assert found.code == code
+            assert ("so the whole batch is not compared" in str(found)) == (code == "right")
 
 
 def test_a_pipeline_whose_stages_have_other_names_is_not_compared_with_dropout():

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipelab import ZBH1, GPipe, OneFOneB, Pipeline
+from pipelab import ZBH1, GPipe, OneFOneB, Pipeline, diagnose
+from pipelab.engine.verify.causes import CAUSES
 from pipelab.errors import StageError, UsageError, VerificationError
 
 cross_entropy = nn.functional.cross_entropy
@@ -117,6 +118,7 @@ def scales(self, given):
     return self.linear(given["x"]) * given["scale"].mean()
 
 
+torch.manual_seed(1)  # with a few seeds, such as 0, experts are used alike in both micro-batches
 CASES = {
     "pairs": (linear(), contrasts, ROWS, "loss_fn compares rows with each other: one row alone has no gradient"),
     "in the loss": ([nn.Linear(6, 6), Experts("chances")], balanced, ROWS, "no weighted sum of the micro-batches'"),
@@ -176,6 +178,31 @@ def test_the_cause_is_named_by_evidence(case, schedule):
     stages = [model[:1], model[1:]] if isinstance(model, nn.Sequential) else model
     error = refused("their sum is not the whole", stages, schedule, batch, loss_fn, "verify", VerificationError)
     assert hint in str(error)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "injected"])
+def test_diagnose_says_that_a_step_is_right_for_its_micro_batches_and_not_for_the_batch(case):
+    torch.manual_seed(0)
+    model, loss_fn, (x, y), told = CASES[case]
+    model = nn.Sequential(*model)
+
+    def step(x, y):
+        parts = ({name: part.chunk(2) for name, part in x.items()} if isinstance(x, dict) else {"": x.chunk(2)}).items()
+        for half, targets in enumerate(y.chunk(2)):
+            rows = {name: both[half] for name, both in parts}
+            (loss_fn(model(rows.get("", rows)), targets) / (1 if case == "a sum" else 2)).backward()
+
+    reduction = "mean" if case in ("pairs", "in the loss") else None  # for which `diagnose` asks
+    found = diagnose(step, model, x, y, loss_fn, microbatches=2, reduction=reduction)
+    assert {each.right for each in found.parameters.values()} == {True}
+    if case == "a sum":  # the step weighs its micro-batches as the loss does
+        assert (found.code, len(str(found).splitlines())) == ("right", 1)
+        return
+    fact, cause, hint = str(found).splitlines()
+    assert "right for these micro-batches, not for the batch" in fact
+    assert found.code in CAUSES
+    assert re.search(told, cause)
+    assert hint.startswith("  try: ")
 
 
 def test_a_loss_that_the_last_stage_leaves_on_a_module_is_named():

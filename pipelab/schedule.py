@@ -215,6 +215,26 @@ class Schedule(ABC):
         require_legal(plan)
         return plan
 
+    def forwards(self) -> Plan:
+        """Return the checked plan of the forwards alone, for evaluation: see `Plan.forwards`.
+
+        `actions` need not yield backwards for it.
+
+        Example:
+            >>> import pipelab
+            >>> class Inference(pipelab.Schedule):
+            ...     def actions(self, rank):
+            ...         return [pipelab.F(m) for m in range(self.microbatches)]
+            >>> print(pipelab.check(Inference(ranks=2, microbatches=8).forwards()))
+            Inference(ranks=2, microbatches=8), forwards is right: no fault
+
+        Raises:
+            ScheduleError: as `plan`.
+        """
+        plan = self.draft().forwards()
+        require_legal(plan)
+        return plan
+
     def _name(self) -> str:
         """Return `repr`, or the class's name if `repr` raises."""
         try:
@@ -347,7 +367,8 @@ class Replicated(Schedule):
     def draft(self) -> Plan:
         """Return the plan of all replicas."""
         require_legal(self._copied)  # in `actions`, they would be reported as errors of that method
-        return super().draft()
+        plan = super().draft()
+        return plan.forwards() if self._copied.forwards_only else plan
 
     def after(self, microbatch: int, stage: int) -> Iterable[int]:
         """Return the slices before one, all of the same replica."""
@@ -417,7 +438,7 @@ def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_look
                 rows[-1] += _moves(next(moves))
             rows[-1].append(written)
         rows[-1] += _moves(next(moves))
-    return Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, sharded", plan.after)
+    return plan.with_rows(rows, f"{plan.name}, sharded")
 
 
 def _moves(steps: Iterable[Step]) -> Iterator[Action]:

@@ -71,7 +71,7 @@ def with_recompute(
     if unknown := sorted(set(wanted) - set(range(plan.stages))):
         raise UsageError(f"stages={unknown}: {plan.name} has stages 0 to {plan.stages - 1}")
     rows = [list(_again(plan.bound.items(rank), wanted)) for rank in range(plan.ranks)]
-    plan = Plan(rows, plan.stages, plan.microbatches, plan.place, f"{plan.name}, recomputed", plan.after)
+    plan = plan.with_rows(rows, f"{plan.name}, recomputed")
     if not most:
         return plan
     trace = simulate(plan, cost)

@@ -360,7 +360,8 @@ def _how_to_hold_fewer_bytes(bound: BoundPlan, rank: int, index: int, memory: Me
 def _inputs_kept(codes: Codes, until: Sequence[int], memory: Memory) -> int:
     """Return the bytes of the inputs that forwards before the last action keep for another action than that one."""
     sizes = memory.of("inputs", codes.stages)
-    kept = sum(sizes[codes.stage[code]] for code in until[:-1] if codes.forward[code] and not codes.holds[code])
+    again = () if codes.forwards_only else until[:-1]
+    kept = sum(sizes[codes.stage[code]] for code in again if codes.forward[code] and not codes.holds[code])
     return kept - sum(sizes[codes.stage[code]] for code in until if codes.traits(code).again)
 
 

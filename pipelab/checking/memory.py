@@ -155,7 +155,7 @@ class Memory:
         if traits.again:
             more -= inputs
         elif traits.forward and not holds:
-            more = inputs
+            more = inputs * (not codes.forwards_only)
         outputs = int(self.outputs) if traits.forward and stage == stages - 1 else 0
         gathered = self.of("gathered", stages)[stage]
         freed, whole = gathered * (traits.releases == "gathered"), gathered * traits.gathers

@@ -138,9 +138,8 @@ def _place_swapped(plan: Plan) -> Iterator[Mistake]:
         message = f"the two parameters of place are swapped: pipelab calls place(microbatch, stage)\n  at {where}"
         hint = f"write def place({'self, ' * hasattr(place, '__self__')}microbatch, stage)"
         fault = Fault("wrong-rank", None, None, None, message, hint)
-        yield Mistake(
-            fault, Plan(plan.written, plan.stages, plan.microbatches, meant, plan.name, plan.after), _OF_PLACE
-        )
+        sizes = plan.stages, plan.microbatches, meant
+        yield Mistake(fault, Plan(plan.written, *sizes, plan.name, plan.after, plan.forwards_only), _OF_PLACE)
 
 
 # No stages_per_rank in the class

@@ -26,7 +26,8 @@ def _complete(bound: BoundPlan) -> bool:
     every = len(bound.rank_of_slot)
     absent = {kind: bound.ranks_of(kind).count(NO_RANK) for kind in _REQUIRED}
     given = [value for kind, count in absent.items() if not count for value in TRAITS[kind].gives]
-    return set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in _NEEDED)
+    needed = _NEEDED[: 1 if bound.codes.forwards_only else None]
+    return set(absent.values()) <= {0, every} and all(given.count(value) == 1 for value in needed)
 
 
 def misplaced(bound: BoundPlan) -> list[Fault]:
@@ -77,13 +78,18 @@ def missing(bound: BoundPlan) -> tuple[list[Fault], set[int]]:
     for slot, ranks in looked_at:
         lacks, absent, twice = _wrong(tuple(rank != NO_RANK for rank in ranks))
         for kind in lacks:
-            lacking[codes.stage[slot], kind].append(codes.microbatch[slot])
+            if TRAITS[kind].forward or not codes.forwards_only:
+                lacking[codes.stage[slot], kind].append(codes.microbatch[slot])
         values.update(codes.of_value(value)[slot] for value in absent)
         if twice:
             both.append(_repeated_backward(bound, codes.of_kind[twice][slot], index_of))
     name = cache(partial(as_yielded, bound))  # one look at the rank's row, not one for each fault
     halved = _halved(bound) if lacking else ()
-    faults = [_missing_fault(bound, *which, each, name, which[0] in halved) for which, each in sorted(lacking.items())]
+    alone = bool(lacking) and all(TRAITS[kind].forward for kind in bound.kinds)
+    alone = alone and not any(TRAITS[kind].forward for _, kind in lacking)
+    faults = [
+        _missing_fault(bound, *which, each, name, which[0] in halved, alone) for which, each in sorted(lacking.items())
+    ]
     return [*both, *faults, *_missing_reduces(bound)], values
 
 
@@ -128,6 +134,7 @@ def _missing_fault(
     microbatches: list[int],
     name: Callable[[int | None], Callable[[int], str]],
     halved: bool,
+    alone: bool,
 ) -> Fault:
     codes, lacked = bound.codes, bound.codes.table[lacks]
     rank_of = {m: bound.rank_of_slot[codes.slot[lacked[m][stage]]] for m in microbatches}
@@ -140,6 +147,8 @@ def _missing_fault(
     actions = " and ".join(name(first)(codes.table[kind][microbatches[0]][stage]) for kind in kinds)
     more = f"{',' * (len(kinds) - 1)} and so on" * many
     hint = f"on rank {first}, " * bool(known) + f"yield {actions}{more}"
+    if alone:
+        hint += "; or, for evaluation, take .forwards() of the plan or schedule"
     absent = tuple(
         (rank_of[m] if rank_of[m] != NO_RANK else None, codes.action(codes.table[kind][m][stage]))
         for m in microbatches[:_MOST_KEPT]

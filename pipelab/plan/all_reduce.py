@@ -27,11 +27,11 @@ def with_reduces(bound: BoundPlan, every_stage: bool = False) -> BoundPlan:
     Each goes right after the stage's last gradient on every rank that holds the stage. If that would be a deadlock, all
     go to the ends of the rows instead, from the last stage to the first, where they cannot cause one.
 
-    An `R` that a rank lists stays in its place. A plan with faulty items is returned unchanged.
+    An `R` that a rank lists stays in its place. A plan with faulty items, or of forwards, is returned unchanged.
     """
     codes = bound.codes
     one_rank_each = bound.route(0) * codes.microbatches
-    if (bound.rank_of_slot == one_rank_each and not every_stage) or bound.faults:
+    if (bound.rank_of_slot == one_rank_each and not every_stage) or bound.faults or codes.forwards_only:
         return bound
     reduces = zip(codes.of_kind["R"], bound.replicas.values(), strict=True)
     replicated = {code: ranks for code, ranks in reduces if every_stage or len(ranks) > 1}

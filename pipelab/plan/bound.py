@@ -126,9 +126,11 @@ class BoundPlan:
         place: Place | None,
         after: After | None = None,
         kinds: Collection[Kind] = (),
+        *,
+        forwards_only: bool = False,
     ) -> BoundPlan:
         """Bind rows of items to stages, and turn them into codes: also of those optional kinds that the rows list."""
-        codes = Codes(stages, microbatches, kinds)
+        codes = Codes(stages, microbatches, kinds, forwards_only=forwards_only)
         rank_of_slot, fault = ([], None) if place is None else ask(place, stages, microbatches, len(rows))
         bound = cls(
             codes=codes,

@@ -53,8 +53,9 @@ class Codes:
         stage: by code, its stage.
         microbatch: by code, its micro-batch; -1 if it concerns all of them.
         slot: by code, its place in a list with one entry per micro-batch and stage. For all but `R` and moves.
+        forwards_only: whether the plan has forwards alone.
         holds: by code, whether the rank holds an activation more after the action: `F`; but `C`, if the plan runs that
-            forward again.
+            forward again; and nothing, if it has forwards alone.
         forward: by code, whether the action is a forward.
         releases: by code, whether the action releases its stage's activation: `B`, or `W` if the backward is split.
         collective: by code, whether it is an `R`, which all ranks of its group start together.
@@ -76,10 +77,13 @@ class Codes:
         ['out(1, 0)', 'gin(1, 1)']
     """
 
-    def __init__(self, stages: int, microbatches: int, kinds: Collection[Kind] = ()) -> None:
+    def __init__(
+        self, stages: int, microbatches: int, kinds: Collection[Kind] = (), *, forwards_only: bool = False
+    ) -> None:
         """Lay out the tables for `stages` x `microbatches`, with some of the `OPTIONAL` kinds."""
         self.stages = stages
         self.microbatches = microbatches
+        self.forwards_only = forwards_only
         self.kinds = tuple(kind for kind in KINDS if kind in kinds or not TRAITS[kind].optional)
         self.per_microbatch = tuple(kind for kind in self.kinds if kind in PER_MICROBATCH)
         named = {name for kind in self.kinds for name in (*TRAITS[kind].gives, *dict(_NEEDS[kind]))}
@@ -99,7 +103,7 @@ class Codes:
         self.stage = list(range(stages)) * (len(self.kind) // stages)
         self.microbatch = [microbatch for microbatch in range(microbatches) for _ in range(stages)] * many
         self.microbatch += [-1] * (len(self.kind) - len(self.microbatch))
-        self.holds = bytearray(self._by_kind(lambda traits: traits.in_flight > 0))
+        self.holds = bytearray(self._by_kind(lambda traits: traits.in_flight > 0 and not forwards_only))
         self.forward = self._by_kind(lambda traits: traits.forward)
         self.releases = self._by_kind(lambda traits: traits.in_flight < 0)
         self.collective = self._by_kind(lambda traits: traits.collective)

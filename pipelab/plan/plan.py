@@ -9,13 +9,14 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pipelab.display import show
 from pipelab.errors import FormatError, UsageError, require_size, require_slots
 from pipelab.files import read_text
-from pipelab.plan.actions import Action, Item, Pair, Posting
+from pipelab.plan.actions import EVERY_KIND, Action, Item, Pair, Posting, halves_of
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After, Place
 from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
@@ -54,6 +55,8 @@ class Plan:
         name: what messages and drawings call the plan.
         after: which micro-batches come before one on a stage, because they are earlier slices of its sequence, as
             `after(microbatch, stage)`; by default, none.
+        forwards_only: whether it is for evaluation, without backwards: then all is left out of the rows that only
+            training needs. See `forwards`.
 
     Example:
         >>> from pipelab import B, F, Plan
@@ -83,6 +86,8 @@ class Plan:
     """What messages call the plan."""
     after: After | None
     """The argument `after`: which micro-batches come before one on a stage, as `after(microbatch, stage)`."""
+    forwards_only: bool
+    """Whether it is for evaluation, without backwards."""
     postings: tuple[tuple[tuple[int, Posting], ...], ...]
     """By rank, the sends and receives that its row lists, each with the number of actions before it; mostly empty."""
 
@@ -94,6 +99,7 @@ class Plan:
         place: Place | None = None,
         name: str | None = None,
         after: After | None = None,
+        forwards_only: bool = False,
     ) -> None:
         """Read the rows without checking them; endless ones are cut off."""
         stages = None if stages is None else require_size("stages", stages)
@@ -106,9 +112,10 @@ class Plan:
             whole_rows = [row for row, whole in taken if whole]
             stages, microbatches = named_sizes(whole_rows, len(taken), stages, microbatches)
         require_slots(stages, microbatches)
-        written = tuple(row for row, _ in taken)
+        written = tuple(_forwards(row) if forwards_only else row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place, after=after)
-        vars(self).update(name=str(name or repr(self)), postings=())
+        vars(self).update(forwards_only=forwards_only, postings=())
+        vars(self).update(name=str(name or repr(self)))
 
     @classmethod
     def parse(cls, rows: str | Iterable[str], name: str | None = None, after: After | None = None) -> Plan:
@@ -208,7 +215,8 @@ class Plan:
     @cached_property
     def bound(self) -> BoundPlan:
         """The plan as codes, for checking, simulation and the engines. Made when first read."""
-        bound = with_reduces(BoundPlan.bind(self.written, self.stages, self.microbatches, self.place, self.after))
+        sizes = self.stages, self.microbatches, self.place, self.after
+        bound = with_reduces(BoundPlan.bind(self.written, *sizes, forwards_only=self.forwards_only))
         bound.postings = self.postings
         return bound
 
@@ -219,7 +227,26 @@ class Plan:
             >>> Plan.parse("0F0 0F1 0B0 0B1").with_rows([[Action.parse("0F0")]])
             Plan(ranks=1, stages=1, microbatches=2)
         """
-        return Plan(rows, self.stages, self.microbatches, self.place, name or self.name, self.after)
+        sizes = self.stages, self.microbatches, self.place
+        return Plan(rows, *sizes, name or self.name, self.after, self.forwards_only)
+
+    def forwards(self) -> Plan:
+        """Return the plan of an evaluation: its forwards alone, in their order, with the gathers that they need.
+
+        `check` misses no backward in it, and no forward holds an activation. `Pipeline.evaluate` runs it; a pipeline
+        that is made from it can only evaluate.
+
+        Example:
+            >>> import pipelab
+            >>> plan = pipelab.OneFOneB(ranks=2, microbatches=3).plan().forwards()
+            >>> print(plan)
+            rank 0 | 0F0 0F1 0F2
+            rank 1 | 1F0 1F1 1F2
+            >>> pipelab.simulate(plan).bubble == (2 - 1) / (3 + 2 - 1)
+            True
+        """
+        sizes = self.stages, self.microbatches, self.place, f"{self.name}, forwards", self.after
+        return self if self.forwards_only else Plan(self.rows, *sizes, forwards_only=True)
 
     def reducing(self, beside: bool) -> Plan:
         """Return the plan, which is legal, with its all-reduces beside computing, or each in its rank's row."""
@@ -319,7 +346,7 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         mine, theirs = (
-            (each.stages, each.microbatches, each.rows, each.bound.rank_of_slot, each.bound.codes.more_needs)
+            (each.forwards_only, each.rows, each.bound.rank_of_slot, each.bound.codes.more_needs, each.stages)
             for each in (self, other)
         )
         return mine == theirs
@@ -328,7 +355,8 @@ class Plan:
         return hash((self.stages, self.microbatches, self.rows))
 
     def __repr__(self) -> str:
-        return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches})"
+        only = ", forwards_only=True" * self.forwards_only
+        return f"Plan(ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}{only})"
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the name, and the rows in the colours of drawings."""
@@ -364,6 +392,24 @@ def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, .
     if not set(map(type, taken)) <= _ACTIONS:
         taken = tuple(item if type(item) in _ACTIONS else readable(item) for item in taken)
     return taken, ends or len(taken) < limit
+
+
+def _forwards(row: Sequence[object]) -> tuple[object, ...]:
+    """Return a row's forwards, and each gather, with its free, between which there is one; and what is no action."""
+    kept = dict[int, object]()
+    gathers = dict[int | None, int]()
+    for at, (item, *_) in enumerate(map(halves_of, row)):
+        if not isinstance(item, Action) or item.kind not in EVERY_KIND:
+            kept[at] = item
+        elif item.traits.gathers:
+            gathers[item.stage] = at
+        elif item.traits.releases == "gathered" and gathers.pop(item.stage, None) in kept:
+            kept[at] = item
+        elif item.traits.forward:
+            kept[at] = item
+            if item.stage in gathers:
+                kept[gathers[item.stage]] = row[gathers[item.stage]]
+    return tuple(item for _, item in sorted(kept.items(), key=itemgetter(0)))
 
 
 def _elided(row: Sequence[object], most: int = 24) -> str:

@@ -20,7 +20,7 @@ from pipelab.trace.events import Event, Transfer
 FORMAT = "pipelab-trace"
 VERSION = 1
 
-_WORDS = {"source": ("simulated", "measured"), "all_reduce_runs": ("in-row", "beside")}
+_WORDS = {"source": ("simulated", "measured"), "all_reduce_runs": ("in-row", "beside"), "passes": ("all", "forwards")}
 _USUAL = {"name": "", "unit": "", "note": "", "lanes": [], "costs": {}} | {key: each[0] for key, each in _WORDS.items()}
 """What a file need not say; nor `stages` and `microbatches`, which follow from the rows, `transfers` and `moves`."""
 _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "lists by name"}
@@ -56,7 +56,7 @@ def read(data: object) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(f"expected format {FORMAT!r}, version {VERSION}")
     data = {**_USUAL, **data}
-    name, unit, note, source, runs = (_field(data, key, str) for key in ("name", "unit", "note", *_WORDS))
+    name, unit, note, source, runs, _ = (_field(data, key, str) for key in ("name", "unit", "note", *_WORDS))
     for key, words in _WORDS.items():
         if data[key] not in words:
             raise FormatError(f"{key!r} is {shorten(data[key])}: expected {' or '.join(words)}")
@@ -87,14 +87,13 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     data = {"stages": read.stages, "microbatches": read.microbatches, **data}
     stages, microbatches = (_field(data, key, int) for key in ("stages", "microbatches"))
     slices = data.get("after")
-    after = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
-    return plan_of(read.written, stages, microbatches, name, after)
+    after: After | None = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
+    only = data["passes"] == "forwards"
+    return plan_of(read.written, stages, microbatches, name, after=after, forwards_only=only)
 
 
-def plan_of(
-    written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str, after: After | None = None
-) -> Plan:
-    """Return a plan that has no faults."""
+def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str, **more: Any) -> Plan:
+    """Return a plan that has no faults; `more` is for `Plan`."""
     actions = sum(map(len, written))
     # Before tables of that size are made. A pair is one item and two actions.
     if stages < 1 or microbatches < 1 or stages * microbatches > actions:
@@ -102,7 +101,7 @@ def plan_of(
             f"the rows hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
             "micro-batches"
         )
-    plan = Plan(written, stages, microbatches, name=name, after=after)
+    plan = Plan(written, stages, microbatches, name=name, **more)
     try:
         require_legal(plan)
     except ScheduleError as error:

@@ -350,6 +350,7 @@ class Trace:
             ],
             **({"moves": [[each.start, each.end] for each in self.moves]} if self.moves else {}),
             **({"all_reduce_runs": "beside"} if plan.bound.beside else {}),
+            **({"passes": "forwards"} if plan.forwards_only else {}),
             **({"after": slices} if slices else {}),
             **({"costs": costs} if costs else {}),
         }

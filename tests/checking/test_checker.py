@@ -517,7 +517,8 @@ def test_a_stage_out_of_range_is_best_left_out_where_the_rank_has_one():
 
 def test_a_missing_action_is_named_as_the_rank_would_write_it():
     forgets = written(lambda self, rank: [F(0, stage=rank)])
-    assert check(forgets(ranks=2, microbatches=1))[0].hint == "on rank 0, yield B(0)"
+    assert check(forgets(ranks=2, microbatches=1))[0].hint.startswith("on rank 0, yield B(0); or, for evaluation")
+    assert check(written(lambda self, rank: [])(1, 1))[0].hint == "on rank 0, yield B(0)"
     several = check(forgets(ranks=2, microbatches=1, stages_per_rank=2))
     assert several[0].hint == "on rank 0, yield B(0, stage=0)"
 
@@ -575,7 +576,7 @@ def test_what_is_missing_is_named(row, lacking):
         (["0F0 0F1", "1F0 1F1 1B0 1I1 1W1"], "on rank 0, yield B(0) and so on"),
         (["0F0 0F1 0F2 0B1 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"], "on rank 0, yield B(0)"),
         (["0F0 0F1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1"], "on rank 0, yield B(0)"),
-        (["0F0"], "on rank 0, yield B(0)"),
+        (["0F0"], "on rank 0, yield B(0); or, for evaluation, take .forwards() of the plan or schedule"),
     ],
 )
 def test_a_missing_backward_is_named_in_halves_where_the_others_are(rows, hint):

@@ -22,7 +22,7 @@ from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.stage.stage import Stage
-from pipelab.engine.stage.streams import StepStreams, Streams
+from pipelab.engine.stage.streams import StepStreams, Streams, thread
 from pipelab.engine.stage.updates import MakeOptimizer, UpdatingStage
 from pipelab.errors import EngineError, StageError
 from pipelab.plan.actions import Action
@@ -197,12 +197,15 @@ def run_action(
     here.began = mark()
     rank.begun.append(here.began)
     traits = action.traits
-    with step.streams.running(stage.index, action.microbatch, action.kind, forward=traits.forward or traits.again):
+    thread.draws_for = step.streams, stage.index, action
+    try:
         if step.caller.autocast and traits.in_flight <= 0:
             with step.caller.autocast_off():
                 made = act(microbatch, given, kept, step.loss)
         else:
             made = act(microbatch, given, kept, step.loss)
+    finally:
+        thread.draws_for = None
     rank.ended.append(mark())
     if step.watch_nan:
         named = rank.actions[rank.position]  # as the whole plan numbers it

@@ -31,16 +31,19 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 from pipelab.errors import EngineError
+from pipelab.plan.actions import Action
 
 LOSS = "loss()"
 """The name of the loss, among those of layers: in a forward, it alone draws outside of them."""
 
 
-class _Local(threading.local):
-    drawing: _Drawing | None = None  # what this thread draws for; `None` outside of actions
+class _Thread(threading.local):
+    """For what a thread draws: the step, the stage and the action, until the first draw; `None` outside of actions."""
+
+    draws_for: tuple[StepStreams, int, Action] | _Drawing | None = None
 
 
-_local = _Local()
+thread = _Thread()
 _latest: list[StepStreams] = []
 _swap = threading.Lock()  # for operations that draw from a device's default generator only
 
@@ -103,10 +106,10 @@ class _Drawing:
     before: _Drawing | None = None
 
     def __enter__(self) -> None:
-        self.before, _local.drawing = _local.drawing, self
+        self.before, thread.draws_for = _drawing(), self
 
     def __exit__(self, *_: object) -> None:
-        _local.drawing = self.before
+        thread.draws_for = self.before
 
     def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that draws, whenever it runs again, what it would draw if it ran now."""
@@ -162,6 +165,16 @@ class _Drawing:
         return (layer, first) if many else self._next(layer)
 
 
+def _drawing() -> _Drawing | None:
+    """Return for what this thread draws."""
+    if not isinstance(found := thread.draws_for, tuple):
+        return found
+    step, stage, action = found
+    forward = action.traits.forward or action.traits.again
+    thread.draws_for = made = step.running(stage, action.microbatch, action.kind, forward=forward)
+    return made
+
+
 _CALL = nn.Module._wrapped_call_impl.__code__  # noqa: SLF001 - which layer runs, no public name says
 
 
@@ -172,8 +185,8 @@ def _run_again(function: Callable[..., Any], first: _Drawing, *args: Any, **name
 
 def name_draw(layer: str, number: int) -> None:
     """Say for which layer a traced stage draws next, and how often that has drawn."""
-    if _local.drawing is not None:
-        _local.drawing.named = layer, number
+    if (drawing := _drawing()) is not None:
+        drawing.named = layer, number
 
 
 # ── PyTorch's operations that draw, and its checkpoints ───────────────────────────────────────────────────────────────
@@ -216,7 +229,7 @@ def _steered(name: str, kind: str) -> Callable[..., Any]:
     rest = next((each for each in ("dropout_p", "train", "training") if each in names), None)
 
     def run(keys: Any, *args: Any, **named: Any) -> Any:
-        drawing, generator = _local.drawing, None
+        drawing, generator = _drawing(), None
         if drawing is not None:
             given = {**dict(zip(names, args, strict=False)), **named}
             if given.get("generator") is None and (rest is None or given.get(rest)):  # else its own, or it is at rest
@@ -233,16 +246,16 @@ def _steered(name: str, kind: str) -> Callable[..., Any]:
 
 def _from_default(generator: torch.Generator, operate: Callable[[], Any]) -> Any:
     """Run an operation that takes no generator, with this one in place of its device's default generator."""
-    device, drawing = generator.device, _local.drawing
+    device, drawing = generator.device, thread.draws_for
     default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     with _swap:
         before = default.get_state()
         default.set_state(generator.get_state())
-        _local.drawing = None  # it may call another one
+        thread.draws_for = None  # it may call another one
         try:
             return operate()
         finally:
-            _local.drawing = drawing
+            thread.draws_for = drawing
             default.set_state(before)
 
 
@@ -269,7 +282,7 @@ def _see_checkpoints() -> None:
 
 
 def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function if _local.drawing is None else _local.drawing.repeatable(function)
+    return function if (drawing := _drawing()) is None else drawing.repeatable(function)
 
 
 # ── A pipeline's steps ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
-from itertools import compress, islice
+from itertools import compress
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from pipelab.errors import require_size, require_slots
 from pipelab.plan.actions import RESHARD, UNSHARD, Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After
-from pipelab.plan.bound import MOST_ACTIONS, endless_limit
+from pipelab.plan.bound import MOST_ACTIONS, endless_limit, read
 from pipelab.plan.fault import Fault, ScheduleError, misfit, raised, readable, shorten, students_fault, students_line
 from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
@@ -142,15 +142,15 @@ class Schedule(ABC):
             raise ScheduleError([unsound], name)
         stages = self.stages
         require_slots(stages, self.microbatches)
-        limit = endless_limit(stages, self.microbatches) + 1
+        limit = endless_limit(stages, self.microbatches)
         room = MOST_ACTIONS
         rows: list[list[object]] = []
         faults: list[Fault] = []
         for rank in range(self.ranks):
             row: list[object] = []
             try:
-                # Extended one by one: the actions before an error show where it happened.
-                row.extend(islice(_iterable(self.actions(rank)), min(limit, room + 1)))
+                # The actions before an error show where it happened.
+                read(row, _iterable(self.actions(rank)), min(limit, room))
             except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
                 faults.append(_raised(self, rank, row, error))
                 cause = error
@@ -410,7 +410,8 @@ def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_look
 
     Args:
         plan: the plan or schedule.
-        max_active_stages: how many stages' weights a rank keeps gathered.
+        max_active_stages: how many stages' weights a rank keeps gathered; with 1, pairs are taken apart. With more, the
+            next pair's second stage may be one more, as in PyTorch.
         unshard_lookahead: how many of its coming stages it gathers: `"full"`, as many as it keeps; `"auto"`, at most
             so many, but only 2 on rank 0, 3 on rank 1, and so on; or one number for each rank.
 
@@ -429,14 +430,14 @@ def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_look
     bound = with_reduces(plan.bound, every_stage=True)
     rows: list[list[Item]] = []
     for rank, ahead in enumerate(lookaheads(unshard_lookahead, plan.ranks, most)):
-        items = list(map(tuple, units(bound.lists[rank], bound.pairs)))
+        items = list(map(tuple, units(bound.lists[rank], bound.pairs if most > 1 else ())))
         gathered = [bound.computes(first) and not bound.codes.collective[first] for first, *_ in items]
         moves = residence(bound, list(compress(items, gathered)), most, ahead)
         rows.append([])
-        for needs_weights, written in zip(gathered, bound.items(rank), strict=True):
-            if needs_weights:
-                rows[-1] += _moves(next(moves))
-            rows[-1].append(written)
+        for needs_weights, item in zip(gathered, items, strict=True):
+            actions = map(bound.codes.action, item)
+            rows[-1] += _moves(next(moves)) if needs_weights else ()
+            rows[-1] += [Pair(*actions)] if len(item) > 1 else actions
         rows[-1] += _moves(next(moves))
     return plan.with_rows(rows, f"{plan.name}, sharded")
 

@@ -27,10 +27,10 @@ def needs(action: Action, stages: int, microbatches: int, after=None, again=froz
     """Return the values an action waits for; `again` are those that recomputations give."""
     kind, m, s = action.kind, action.microbatch, action.stage
     if after is not None and kind == "F":
-        return needs(action, stages, microbatches) | {("out", earlier, s) for earlier in after(m, s)}
+        return needs(action, stages, microbatches, again=again) | {("out", earlier, s) for earlier in after(m, s)}
     if after is not None and kind in "BI":
         later = {("gin", other, s) for other in range(microbatches) if m in after(other, s)}
-        return needs(action, stages, microbatches) | later
+        return needs(action, stages, microbatches, again=again) | later
     if kind == "R":
         return {("gw", each, s) for each in range(microbatches)}
     if kind == "W":

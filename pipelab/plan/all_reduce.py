@@ -10,7 +10,7 @@ A stage that is on several ranks needs an all-reduce `R` on each of them. If no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pipelab.plan.bound import BoundPlan
@@ -38,34 +38,24 @@ def with_reduces(bound: BoundPlan, every_stage: bool = False) -> BoundPlan:
     groups = {code: ranks for code, ranks in replicated.items() if code not in bound.reduces}
     if not groups:
         return bound
-    early = _inserted(bound, groups, _after_last_gradients)
-    stuck = traverse(early, atomic_pairs=True).stuck  # the stricter way, in case `Cost(pair=...)` asks for it
-    return _inserted(bound, groups, _at_the_end) if stuck else early
+    early = _inserted(bound, groups, late=False)
+    # Pairs as one slot are the stricter way, in case `Cost(pair=...)` asks for it, if they can run so at all.
+    atomic = not (bound.pairs and traverse(bound, atomic_pairs=True).stuck)
+    return _inserted(bound, groups, late=True) if traverse(early, atomic_pairs=atomic).stuck else early
 
 
-Choice = Callable[[Codes, list[int], list[int]], dict[int, int]]
-"""Where a rank's all-reduces go: for each one's code, the number of actions in the row that come before it."""
+def _places(codes: Codes, row: list[int], reduces: list[int], *, late: bool) -> dict[int, int]:
+    """Return, for each all-reduce, how many of a row's actions come before it: up to its stage's last `B` or `W`.
+
+    If it is late, or the row has none, all that compute.
+    """
+    end = max((at + 1 for at, code in enumerate(row) if code < codes.first_move), default=0)
+    last = {} if late else {codes.stage[code]: at + 1 for at, code in enumerate(row) if codes.releases[code]}
+    return {code: last.get(codes.stage[code], end) for code in reduces}
 
 
-def _after_last_gradients(codes: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
-    """Put each all-reduce right after its stage's last `B` or `W`, or at the end if the row has none."""
-    wanted = {codes.stage[code]: code for code in reduces}
-    found: dict[int, int] = {}
-    for index in range(len(row) - 1, -1, -1):
-        code = row[index]
-        if codes.releases[code] and codes.stage[code] in wanted:
-            found[wanted.pop(codes.stage[code])] = index + 1
-            if not wanted:
-                break
-    return found | dict.fromkeys(wanted.values(), len(row))
-
-
-def _at_the_end(codes: Codes, row: list[int], reduces: list[int]) -> dict[int, int]:
-    return dict.fromkeys(reduces, max((at + 1 for at, code in enumerate(row) if code < codes.first_move), default=0))
-
-
-def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
-    """Return a plan with the all-reduces of `groups` where `choose` puts them."""
+def _inserted(bound: BoundPlan, groups: Groups, *, late: bool) -> BoundPlan:
+    """Return a plan with the all-reduces of `groups`: see `_places`."""
     lists, places = [list(row) for row in bound.lists], list(bound.places)
     rank_of = list(bound.rank_of)
     for rank, row in enumerate(lists):
@@ -74,7 +64,7 @@ def _inserted(bound: BoundPlan, groups: Groups, choose: Choice) -> BoundPlan:
             continue
         known = bound.placed(rank)
         # From the back, so that earlier places stay right; of several at one place, the last stage's comes first.
-        chosen = choose(bound.codes, row, reduces)
+        chosen = _places(bound.codes, row, reduces, late=late)
         for code in sorted(reduces, key=lambda code: (-chosen[code], code)):
             known[code] = known[row[chosen[code] - 1]] if chosen[code] else 0
             row.insert(chosen[code], code)

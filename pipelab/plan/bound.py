@@ -6,10 +6,10 @@ the rest of the plan, so that a student sees all mistakes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelab.errors import MOST_SLOTS
@@ -35,16 +35,39 @@ if TYPE_CHECKING:
 
 MOST_ACTIONS = 4 * MOST_SLOTS
 """How many actions the rows of a plan may list in all; a plan in which every backward is split has three per slot."""
+_MOST_MOVES = 1 << 20
+"""How many items more than the limit make a row endless, whatever they are."""
+_MOVES = tuple(kind for kind, traits in TRAITS.items() if not traits.computes)
 
 
 def endless_limit(stages: int, microbatches: int) -> int:
-    """Return how many actions a rank may list before pipelab considers its row endless.
+    """Return how many actions that compute a rank may list before pipelab considers its row endless.
 
     Example:
         >>> endless_limit(stages=4, microbatches=8)
         320
     """
     return 8 * stages * microbatches + 64
+
+
+def is_endless(row: Sequence[object], limit: int) -> bool:
+    """Return whether a row has more than `limit` actions that compute, or far more moves: no rule limits them."""
+    more = len(row) - limit
+    return more > 0 and (more > _MOST_MOVES or sum(map(_is_move, row)) < more)
+
+
+def read(row: list[object], items: Iterable[object], limit: int) -> list[object]:
+    """Extend a row one by one, until it is endless or its items end; return it."""
+    items, more = iter(items), limit + 1
+    while more and len(row) <= limit + _MOST_MOVES:
+        before = len(row)
+        row.extend(islice(items, more))
+        more = sum(map(_is_move, row[before:])) if len(row) == before + more else 0
+    return row
+
+
+def _is_move(item: object) -> bool:
+    return isinstance(item, Action) and item.kind in _MOVES
 
 
 def named_sizes(
@@ -383,7 +406,7 @@ class BoundPlan:
         """Append the codes of one row; an item that cannot be bound becomes a fault."""
         table, laid_out, rank_of = self.codes.table, self.codes.per_microbatch, self.rank_of
         stages, microbatches = self.codes.stages, self.codes.microbatches
-        endless = len(row) > endless_limit(stages, microbatches)
+        endless = is_endless(row, endless_limit(stages, microbatches))
         listed: list[int] = []
         positions: list[int] = []
         before = len(self.pairs), len(moves)

@@ -19,7 +19,7 @@ from pipelab.files import read_text
 from pipelab.plan.actions import EVERY_KIND, Action, Item, Pair, Posting, halves_of
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After, Place
-from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, named_sizes
+from pipelab.plan.bound import MOST_ACTIONS, BoundPlan, endless_limit, is_endless, named_sizes, read
 from pipelab.plan.csv_notation import lines_of, parse_row, read_rows, write_rows
 from pipelab.plan.fault import readable, shorten
 
@@ -106,7 +106,7 @@ class Plan:
         microbatches = None if microbatches is None else require_size("microbatches", microbatches)
         limit = _LONGEST_ROW
         if stages is not None and microbatches is not None:
-            limit = endless_limit(stages, microbatches) + 1
+            limit = endless_limit(stages, microbatches)
         taken = _all_taken(rows, limit)
         if stages is None or microbatches is None:
             whole_rows = [row for row, whole in taken if whole]
@@ -388,10 +388,10 @@ def _all_taken(rows: Iterable[Iterable[object]], limit: int) -> list[tuple[tuple
 def _take(row: Iterable[object], limit: int, room: int) -> tuple[tuple[object, ...], bool]:
     """Return a row, cut off at `limit` if it may not end, and one past `room`; and whether that is the whole row."""
     ends = isinstance(row, Sized)
-    taken = tuple(islice(row, room + 1 if ends else min(limit, room + 1)))
+    taken = tuple(islice(row, room + 1) if ends else islice(read([], row, limit), room + 1))
     if not set(map(type, taken)) <= _ACTIONS:
         taken = tuple(item if type(item) in _ACTIONS else readable(item) for item in taken)
-    return taken, ends or len(taken) < limit
+    return taken, ends or not is_endless(taken, limit)
 
 
 def _forwards(row: Sequence[object]) -> tuple[object, ...]:

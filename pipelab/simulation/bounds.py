@@ -9,7 +9,7 @@ Every order keeps three rules, and each one limits the makespan:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,13 +115,23 @@ class Work:
                 yield tuple(self.job_of[code] for code in own if codes.traits(code).weight_grad), change.gradients
 
     def rooms(self, caps: Sequence[int]) -> list[int]:
-        """Return how much of `held`, and of gradients, fits on each rank beside what is always there."""
-        bound = self.plan.bound
+        """Return how much of `held`, and of gradients, fits on each rank beside what is always there.
+
+        All that the forwards of a micro-batch keep on a rank is held together, before its first backward there.
+        """
+        bound, codes = self.plan.bound, self.plan.bound.codes
         rooms = [cap - sum(self.memory.always(bound, rank)) for rank, cap in enumerate(caps)]
         for rank, (room, held) in enumerate(zip(rooms, self.held, strict=True)):
-            if room < (most := max((size for *_, size in held), default=0)):
-                left = f"beside weights and optimizer's state it has no room for {most:,} bytes"
-                raise UsageError(f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as {left}")
+            kept = Counter[int]()
+            for code, size in ((self.jobs[made].codes[0], size) for made, _, size in held):
+                kept[codes.microbatch[code]] += size * codes.forward[code]
+            least = max([0, *kept.values(), *(size for *_, size in held)])
+            if room < least:
+                what = "activations" if self.memory is ACTIVATIONS else "bytes beside weights and optimizer's state"
+                raise UsageError(
+                    f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as there is no room for {least:,} "
+                    f"{what}, which one micro-batch needs\n  try: a cap of at least {least + caps[rank] - room:,}"
+                )
         return rooms
 
     def network(self, rooms: Sequence[int] | None) -> Network:
@@ -280,7 +290,7 @@ def _laid_out(
     plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
 ) -> Work:
     bound, codes = plan.bound, plan.bound.codes
-    if memory is not None and ("U" in codes.kinds or bound.moves):
+    if memory is not None and ("U" in codes.kinds or any(not move.action.traits.computes for move in bound.moves)):
         raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
     jobs, job_of = list[Job](), [-1] * len(codes.kind)
     for both in units(_order(plan, paired), paired):

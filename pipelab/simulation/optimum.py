@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from math import ceil, floor, inf, lcm
-from operator import le
+from operator import attrgetter, le
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelab.checking.memory import ACTIVATIONS, Memory
+from pipelab.checking.memory import Memory
 from pipelab.errors import CostError, UsageError, require_caps
 from pipelab.plan.actions import Item, Pair
 from pipelab.plan.plan import Plan
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pipelab.checking.checker import ScheduleLike
     from pipelab.trace.trace import Trace
 
+_LARGEST = 2**60
+"""What all holdings, times the length of the slowest order, may be in ticks: the solver's numbers end at 2**63."""
 _FINEST = 1_000_000
 """How many ticks the longest action may have: times are rounded down to ticks if they are no multiples of one."""
 _ROUNDED = 1e-9
@@ -86,7 +88,8 @@ def optimum(
     found. About 100 actions take seconds, a few thousand take too long for a proof.
 
     The solver counts in whole numbers. If the times have no common unit, like measured ones, it rounds them down to a
-    millionth of the longest. The bound still holds, and "proven" is true to within this much for each action.
+    millionth of the longest, or less finely if a cap of very many bytes needs the digits. The bound still holds, and
+    "proven" is true to within this much for each action.
 
     The solver is OR-tools, an extra: `pip install ortools`, or `pip install -e ".[optimum]"` in pipelab's folder.
 
@@ -117,8 +120,7 @@ def optimum(
         UsageError: if OR-tools is not installed; if no order keeps the memory cap, or none was found in time; if the
             plan gathers or offloads; if `memory_cap` is not a positive whole number, or one per rank; or if `seconds`
             is not a positive number.
-        CostError: if a list of the cost does not have one number per stage, or if forwards take no time and there is a
-            memory cap; or if all-reduces run beside computing.
+        CostError: if a list of the cost does not have one number per stage; or if all-reduces run beside computing.
         TypeError: if it is neither a plan nor a schedule, or if `cost` is not a `Cost`.
     """
     if not (isinstance(seconds, (int, float)) and 0 < seconds < inf):
@@ -126,13 +128,18 @@ def optimum(
     work = _orderable(plan, cost, memory)
     caps = None if memory_cap is None else require_caps(memory_cap, work.plan.ranks)
     bound = lower_bound(work.plan, cost, memory_cap=memory_cap, memory=memory)
-    best = _best_guess(work, caps, cost, bound)
-    if best.makespan <= bound * (1 + _ROUNDED):
-        return Optimum(best, min(bound, best.makespan), proven=True)
-    tick, exact = _tick(work)
-    order, found = _Program(work, caps, tick, bound, best).solve(seconds)
-    if order:
-        best = min(best, simulate(_in_order(work, order), cost), key=lambda trace: trace.makespan)
+    traces: list[Trace] = []
+    for trace in _guesses(work, caps, cost):
+        if trace.makespan <= bound * (1 + _ROUNDED):
+            return Optimum(trace, min(bound, trace.makespan), proven=True)
+        traces.append(trace)
+    tick, exact = _tick(work, capped=caps is not None)
+    program = _Program(work, caps, tick, bound, min(traces, key=attrgetter("makespan"), default=None))
+    order, found = program.solve(seconds)
+    traces += [simulate(_in_order(work, order), cost)] if order else []
+    if not traces:
+        raise _without_order(work, caps or (), seconds, proven=order is None)
+    best = min(traces, key=attrgetter("makespan"))
     bound, lost = max(bound, found), 0.0 if exact else tick * len(work.jobs)
     return Optimum(best, min(bound, best.makespan), proven=best.makespan <= bound * (1 + _ROUNDED) + lost)
 
@@ -150,44 +157,23 @@ def _orderable(plan: Plan | ScheduleLike, cost: Cost | None, memory: Memory | No
     return work
 
 
-def _best_guess(work: Work, caps: Sequence[int] | None, cost: Cost | None, bound: float) -> Trace:
-    """Return the quickest order within the caps that needs no solver: no further one is tried if it reaches the bound.
+def _without_order(work: Work, caps: Sequence[int], seconds: float, *, proven: bool) -> UsageError:
+    """Return why there is no optimum: no order keeps the caps, or none was found in time."""
+    pairs = any(len(job.codes) > 1 for job in work.jobs)
+    what = "no order keeps it" if proven else "no order was found that keeps it"
+    tried = "has ruled out all others" if proven else f"found none in {seconds:g} seconds, nor did simple policies"
+    ways = ["a higher cap", *["more seconds"] * (not proven), *["a cost without pair"] * pairs]
+    return UsageError(
+        f"memory_cap={list(caps)}: {what}{' with each overlapped pair in one slot' * pairs}: the plan's own holds "
+        f"{_peaks(work, work.plan)}, and the solver {tried}\n  try: {' or '.join(ways)}"
+    )
 
-    Tried are the plan's own, two policies, and one micro-batch after another.
-    """
-    rooms = None if caps is None else work.rooms(caps)
-    if rooms is not None and caps is not None:
-        _require_room(work, rooms, caps)
-    best: Trace | None = None
-    for plan in _orders(work, rooms):
+
+def _guesses(work: Work, caps: Sequence[int] | None, cost: Cost | None) -> Iterator[Trace]:
+    """Yield those of some orders that keep the caps: the plan's own, two policies, a micro-batch after another."""
+    for plan in _orders(work, None if caps is None else work.rooms(caps)):
         if caps is None or all(map(le, _peaks(work, plan), caps)):
-            trace = simulate(plan, cost)
-            best = trace if best is None else min(best, trace, key=lambda trace: trace.makespan)
-            if best.makespan <= bound * (1 + _ROUNDED):
-                break
-    if best is None:
-        raise UsageError(
-            f"memory_cap={list(caps or [])}: the plan holds {_peaks(work, work.plan)}, and no order was found "
-            "that holds less with each overlapped pair as one slot, or each slice after the one before it\n"
-            "  try: a higher cap, or a cost without pair"
-        )
-    return best
-
-
-def _require_room(work: Work, rooms: Sequence[int], caps: Sequence[int]) -> None:
-    """Refuse caps under which a rank has no room for a single micro-batch."""
-    codes = work.plan.bound.codes
-    for rank, (held, room) in enumerate(zip(work.held, rooms, strict=True)):
-        visits = Counter[int]()
-        for code, size in ((work.jobs[made].codes[0], size) for made, _, size in held):
-            visits[codes.microbatch[code]] += size * codes.forward[code]
-        for microbatch, least in visits.most_common(1):
-            if room < least:
-                what = "activations" if work.memory is ACTIVATIONS else "bytes"
-                raise UsageError(
-                    f"memory_cap={caps[rank]} on rank {rank}: no order keeps it, because micro-batch {microbatch} "
-                    f"alone has {least} {what} there\n  try: a cap of at least {least + caps[rank] - room}"
-                )
+            yield simulate(plan, cost)
 
 
 def _orders(work: Work, rooms: Sequence[int] | None) -> Iterator[Plan]:
@@ -209,7 +195,7 @@ def _peaks(work: Work, plan: Plan) -> list[int]:
 def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any]) -> list[int] | None:
     """Return the jobs in the order of a policy: next is what can start first, and of several the most urgent.
 
-    Return `None` if the room that is left is too small for all that could start.
+    A job may come next if it adds nothing, fits in the room that is left, or frees something. `None`: none may.
     """
     jobs, follows = work.jobs, work.network(None).follows
     lacks = [len(before) for before in follows]
@@ -217,7 +203,12 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
     for after, links in enumerate(follows):
         for before, what in links:
             later[before].append((after, work.lags[what]))
-    room = _Room(work, rooms)
+    more, less = Counter[int](), Counter[int | None]()
+    for made, released, size in chain(*work.held):
+        more[made] += size
+        less[released] += size
+    kept = [sum(size for _, size in own) for own in work.gradients]
+    room = [most - least for most, least in zip(rooms or (inf for _ in kept), kept, strict=True)]
     free, earliest = [0.0] * work.plan.ranks, [0.0] * len(jobs)
     ready = {index for index, many in enumerate(lacks) if not many}
     order: list[int] = []
@@ -225,7 +216,7 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
         starts = {
             index: max(earliest[index], *(free[rank] for rank in jobs[index].ranks))
             for index in ready
-            if room.has(index)
+            if not more[index] or more[index] <= room[jobs[index].ranks[0]] or less[index]
         }
         if not starts:
             return None
@@ -234,7 +225,7 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
         index = max(first, key=lambda index: (urgency[index], -index))
         ready.remove(index)
         order.append(index)
-        room.take(index)
+        room[jobs[index].ranks[0]] += less[index] - more[index]
         end = now + jobs[index].time
         for rank in jobs[index].ranks:
             free[rank] = end
@@ -246,64 +237,50 @@ def _dispatched(work: Work, rooms: Sequence[int] | None, urgency: Sequence[Any])
     return order
 
 
-class _Room:
-    """How much room is left on each rank."""
-
-    def __init__(self, work: Work, rooms: Sequence[int] | None) -> None:
-        self._rank = [job.ranks[0] for job in work.jobs]
-        self._more, self._less = Counter[int](), Counter[int]()
-        self._left = [inf] * work.plan.ranks
-        for rank, most in enumerate(rooms or ()):
-            self._left[rank] = most - sum(size for _, size in work.gradients[rank])
-        for made, released, size in chain.from_iterable(work.held):
-            self._more[made] += size
-            if released is not None:
-                self._less[released] += size
-
-    def has(self, job: int) -> bool:
-        """Whether a job adds nothing, fits, or frees something."""
-        more = self._more[job]
-        return not more or more <= self._left[self._rank[job]] or bool(self._less[job])
-
-    def take(self, job: int) -> None:
-        self._left[self._rank[job]] += self._less[job] - self._more[job]
-
-
 class _Program:
     """A plan's work as a constraint program, in ticks."""
 
-    def __init__(self, work: Work, caps: Sequence[int] | None, tick: float, bound: float, best: Trace) -> None:
-        """Write the program: what needs what, one action at a time on each rank, the caps; and the best order."""
+    def __init__(self, work: Work, caps: Sequence[int] | None, tick: float, bound: float, best: Trace | None) -> None:
+        """Write the program: what needs what, one action at a time on each rank, the caps; the order to begin with."""
         try:
             from ortools.sat.python import cp_model
         except ImportError as error:
             raise UsageError(f"the solver, OR-tools, is not installed ({error})\n  try: pip install ortools") from error
         self.cp, self.tick = cp_model, tick
-        self.times = times = [floor(job.time / tick + _ROUNDED) for job in work.jobs]
+        times, lags = (
+            [floor(time / tick + _ROUNDED) for time in each] for each in ([job.time for job in work.jobs], work.lags)
+        )
+        # Jobs without length get one part of a tick, so that each has its place: all of them are less than a tick.
+        short = times.count(0)
+        parts = short + 1
+        self.times, self.lags = [time * parts or 1 for time in times], [lag * parts for lag in lags]
         rooms = None if caps is None else work.rooms(caps)
-        if rooms is not None and any(not times[made] for held in work.held for made, *_ in held):
-            raise CostError("with a memory_cap, forwards must take time: at least a millionth of the longest action")
         model = self.model = cp_model.CpModel()
-        last = ceil(best.makespan / tick * (1 + _ROUNDED))
+        if best is None:  # no order is slower than one action after another, each after its slowest value
+            last = sum(times) + sum(max((lags[what] for _, what in job.needs), default=0) for job in work.jobs)
+        else:
+            last = ceil(best.makespan / tick * (1 + _ROUNDED))
+        makespan = model.new_int_var(floor(bound / tick * (1 - _ROUNDED)), last, "")
+        last = last * parts + short
         self.starts = [model.new_int_var(0, last, "") for _ in times]
-        ends = [start + time for start, time in zip(self.starts, times, strict=True)]
+        ends = [start + time for start, time in zip(self.starts, self.times, strict=True)]
         self._order(work, rooms, ends)
         for rank, room in enumerate(rooms or ()):
             self._keep(room, ends, last, work.held[rank], work.gradients[rank])
-        makespan = model.new_int_var(floor(bound / tick * (1 - _ROUNDED)), last, "")
         for end in ends:
-            model.add(end <= makespan)
-        begun = dict(zip(chain(*best.plan.bound.computing), chain(*best.starts), strict=True))
-        for start, job in zip(self.starts, work.jobs, strict=True):
-            model.add_hint(start, round(begun[job.codes[0]] / tick))
-        model.add_hint(makespan, round(best.makespan / tick))
+            model.add(end <= makespan * parts + short)
         model.minimize(makespan)
+        if best is not None:
+            begun = dict(zip(chain(*best.plan.bound.computing), chain(*best.starts), strict=True))
+            for start, job in zip(self.starts, work.jobs, strict=True):
+                model.add_hint(start, round(begun[job.codes[0]] / tick) * parts)
+            model.add_hint(makespan, round(best.makespan / tick))
 
     def _order(self, work: Work, rooms: Sequence[int] | None, ends: list[Any]) -> None:
         """Let jobs follow what they need, and never overlap on a rank."""
         for start, links in zip(self.starts, work.network(rooms).follows, strict=True):
             for before, what in links:
-                self.model.add(start >= ends[before] + floor(work.lags[what] / self.tick + _ROUNDED))
+                self.model.add(start >= ends[before] + self.lags[what])
         timed = zip(self.starts, self.times, strict=True)
         spans = [self.model.new_fixed_size_interval_var(start, time, "") for start, time in timed]
         for rank in range(work.plan.ranks):
@@ -324,8 +301,8 @@ class _Program:
             kept = [model.new_interval_var(start, model.new_int_var(0, last, ""), end, "") for start, end, _ in spans]
             model.add_cumulative(kept, sizes, room)
 
-    def solve(self, seconds: float) -> tuple[list[int], float]:
-        """Return the jobs in the best order found, none if none was, and a lower bound in the cost's unit."""
+    def solve(self, seconds: float) -> tuple[list[int] | None, float]:
+        """Return the jobs in the best order found, `None` if there is none, and a lower bound in the cost's unit."""
         solver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = 8  # each looks in its own way; they share the cores that there are
@@ -342,25 +319,23 @@ class _Program:
             status = solving.result()
         bound = solver.best_objective_bound * self.tick
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return [], bound
+            return None if status == self.cp.INFEASIBLE else [], bound
         starts = [solver.value(start) for start in self.starts]
-        # Of jobs that start together, those without length come first; among them, what others need.
-        places = [
-            (start, start + time, index) for index, (start, time) in enumerate(zip(starts, self.times, strict=True))
-        ]
-        return [index for *_, index in sorted(places)], bound
+        return sorted(range(len(starts)), key=starts.__getitem__), bound
 
 
-def _tick(work: Work) -> tuple[float, bool]:
+def _tick(work: Work, *, capped: bool) -> tuple[float, bool]:
     """Return the unit of time in which the solver counts, and whether all times are multiples of it."""
     times = {job.time for job in work.jobs} | {work.lags[what] for job in work.jobs for _, what in job.needs}
-    longest = max(times)
-    parts = {time: Fraction(time).limit_denominator(_FINEST) for time in times}
+    longest, short = max(times), sum(not job.time for job in work.jobs)
+    held = sum(size for *_, size in chain(*work.held)) + sum(size for _, size in chain(*work.gradients))
+    finest = max(1, min(_FINEST, _LARGEST // (2 * len(work.jobs) * (short + 1) * (held * capped + 1))))
+    parts = {time: Fraction(time).limit_denominator(finest) for time in times}
     shared = lcm(*(part.denominator for part in parts.values()))
     near = all(abs(part - Fraction(time)) <= _ROUNDED * longest for time, part in parts.items())
-    if near and longest * shared <= _FINEST:
+    if near and longest * shared <= finest:
         return 1 / shared, True
-    return longest / _FINEST or 1.0, False
+    return longest / finest or 1.0, False
 
 
 def _in_order(work: Work, order: Sequence[int]) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
+from itertools import count, repeat
 
 import oracle
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import JUNK, ODD_ACTIONS, Case, catalogue_plans, legal_cases, random_cases, shuffled_cases, written
 
 import pipelab
-from pipelab import Action, B, F, GPipe, I, Pair, Plan, R, ScheduleError, W, check, simulate
+from pipelab import LOAD, OFFLOAD, Action, B, F, GPipe, I, Pair, Plan, R, ScheduleError, W, check, simulate
 from pipelab.errors import UsageError
 
 
@@ -680,6 +680,19 @@ def test_an_endless_generator_is_cut_off_and_a_row_as_long_as_it_may_be_is_not()
     longest = [F(0), B(0), *[F(0)] * (8 + 64 - 2)]
     assert "endless" not in codes(Plan([longest], 1, 1))
     assert "endless" in codes(Plan([[*longest, F(0)]], 1, 1))
+
+
+def test_a_row_may_list_any_number_of_moves():
+    class Shuttle(pipelab.Schedule):
+        def actions(self, rank):
+            return (each for each in row)
+
+    row = [F(0), *[OFFLOAD(0), LOAD(0)] * 200, B(0)]
+    for plan in (Shuttle(1, 1), Plan([row]), Plan([iter(row)]), Plan([iter(row)], 1, 1)):
+        assert check(plan) == []
+        assert pipelab.simulate(plan).makespan == 3
+    assert "endless" in codes(Plan([[*row, *[F(0)] * 71]], 1, 1))
+    assert "endless" in codes(Plan([repeat(LOAD(0))], 1, 1))
 
 
 def test_what_an_ambiguous_action_may_be_is_not_missing_on_its_rank():

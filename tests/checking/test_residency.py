@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from oracle import halves
 
 import pipelab
 from pipelab import LOAD, OFFLOAD, RESHARD, UNSHARD, B, Cost, F, I, Plan, W, check, simulate
@@ -49,6 +50,19 @@ def oracle(rows) -> bool:
         if weights:
             return False
     return True
+
+
+@pytest.mark.parametrize("name", ["overlapped-1f1b", "dualpipev", "dualpipe"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_gathered_pairs_keep_the_cap_that_they_were_gathered_for(name, most):
+    plan = pipelab.schedules[name](4, 8).plan()
+    gathered = pipelab.with_gathers(plan, most)
+    assert pipelab.check(gathered, gather_cap=most) == []
+    assert bool(gathered.bound.pairs) == (most > 1)
+    listed = [[half for item in row for half in halves(item)] for row in plan.rows]
+    kept = [[half for item in row for half in halves(item)] for row in gathered.rows]
+    work = [[[half for half in row if half.kind in "FBIW"] for row in rows] for rows in (listed, kept)]
+    assert work[0] == work[1]
 
 
 def random_rows(seed: int) -> list[list[pipelab.Action]]:

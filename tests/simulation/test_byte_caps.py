@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import random
-from itertools import permutations, product
 
 import pytest
+from best_order import shortest
+from fuzz.orders import fuzz_orders
 
 import pipelab
-from pipelab import Cost, Greedy, Memory, Plan, check, lower_bound
+from pipelab import Cost, Greedy, Memory, check, lower_bound
 from pipelab.errors import UsageError
 
 ONE = Memory(activations=1)
 FALLING = Memory(weights=100, gradients=100, optimizer=200, activations=[40, 30, 20, 10])
-
-
-def by_brute_force(plan, cost, cap, memory):
-    """Return the shortest makespan of all orders that `check` accepts, each forward before its backward; or `None`."""
-
-    def rows(row):
-        for order in permutations(row):
-            place = {str(action): at for at, action in enumerate(order)}
-            before = {"B": "FC", "I": "FC", "C": "F", "W": "I", "F": ""}
-            pairs = ((a, str(a).replace(a.kind, kind)) for a in order for kind in before[a.kind])
-            if all(place.get(first, -1) < place[str(a)] for a, first in pairs):
-                yield order
-
-    orders = (plan.with_rows(each) for each in product(*map(list, map(rows, plan.rows))))
-    kept = (each for each in orders if all(max(memory.held(each.bound, rank)) <= cap[rank] for rank in range(2)))
-    return min((pipelab.simulate(each, cost).makespan for each in kept if not check(each)), default=None)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -42,25 +27,35 @@ def test_with_activations_of_one_byte_all_three_do_what_they_do_with_a_cap_in_ac
     assert best.makespan == pipelab.optimum(counted, memory_cap=cap, seconds=5).makespan
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_optimum_in_bytes_is_what_brute_force_finds(seed):
+def test_the_optimum_under_random_caps_is_what_brute_force_finds():
     pytest.importorskip("ortools")
-    draw = random.Random(seed)  # noqa: S311 - for tests
-    texts = ("0F0 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", "0F0 0F1 0C0 0B0 0B1; 1F0 1F1 1B0 1B1", "0F0 0I0 0W0; 1F0 1I0 1W0")
-    plan = Plan.parse(texts[seed % 3])
-    sizes = {name: [draw.randint(1, 20) for _ in range(2)] for name in ("activations", "gradients", "for_weight_grad")}
-    memory = Memory(weights=draw.randint(0, 9), optimizer=[0, 5], inputs=1, outputs=draw.choice([0, 3]), **sizes)
-    cost = Cost(forward=[1, draw.randint(1, 3)], backward=draw.randint(1, 4), latency=1)
-    cap = [peak - draw.choice([0, 0, 3]) for peak in pipelab.memory_use(plan, memory).peaks]
-    expected = by_brute_force(plan, cost, cap, memory)
-    if expected is None:
-        with pytest.raises(UsageError, match="memory_cap"):
-            pipelab.optimum(plan, cost, memory_cap=cap, memory=memory)
-        return
+    assert [found for seed in range(40) if (found := fuzz_orders(seed))] == []
+
+
+ZBV = pipelab.schedules["zbv"](ranks=2, microbatches=3)
+UNEVEN = {"weights": 50, "gradients": 50, "activations": 100, "for_weight_grad": 170, "outputs": 1}
+
+
+def test_the_solver_finds_an_order_where_no_policy_does_and_refuses_what_no_order_keeps():
+    pytest.importorskip("ortools")
+    memory = Memory(**UNEVEN)
+    for cap, expected in ((473, 13), (472, None)):
+        assert shortest(ZBV.plan(), Cost(), [cap] * 2, memory) == expected
+    best = pipelab.optimum(ZBV, memory_cap=473, memory=memory)
+    assert (best.makespan, best.proven, check(best.plan, memory_cap=473, memory=memory)) == (13, True, [])
+    with pytest.raises(UsageError, match=r"622, 710\], and the solver has ruled out all others\n  try: a higher cap$"):
+        pipelab.optimum(ZBV, memory_cap=472, memory=memory)
+    with pytest.raises(UsageError, match=r"found none in 1e-06 seconds, .*\n  try: a higher cap or more seconds$"):
+        pipelab.optimum(ZBV, memory_cap=473, memory=memory, seconds=1e-6)
+
+
+def test_a_cap_of_very_many_bytes_is_no_larger_than_the_solvers_numbers():
+    pytest.importorskip("ortools")
+    memory = Memory(**{name: 2 * 10**9 * size + 7 for name, size in UNEVEN.items()})
+    plan, cost, cap = pipelab.schedules["zbv"](2, 2).plan(), Cost(forward=1.2345678, backward=3.1415926), 10**12
     best = pipelab.optimum(plan, cost, memory_cap=cap, memory=memory)
-    assert (best.makespan, best.proven) == (expected, True)
-    assert check(best.plan, memory_cap=cap, memory=memory) == []
-    assert lower_bound(plan, cost, memory_cap=cap, memory=memory) <= expected
+    assert best.proven
+    assert best.makespan == pytest.approx(shortest(plan, cost, [cap] * 2, memory), rel=1e-3)
 
 
 def test_a_rank_with_small_activations_holds_more_of_them():
@@ -97,6 +92,15 @@ def test_a_cap_without_room_for_one_activation_is_refused_with_its_rank():
 def test_a_cap_in_bytes_bounds_by_area_and_by_the_stage_alone():
     bounds = [lower_bound(pipelab.OneFOneB(4, 8), memory_cap=cap, memory=FALLING) for cap in (900, 380, 340)]
     assert bounds[0] == 33 < bounds[1] < bounds[2]
+
+
+def test_all_reduces_beside_computing_take_no_bytes():
+    plan, cap = (
+        pipelab.replicate(pipelab.LoopedBFS(1, 2), 2).plan(),
+        {"memory_cap": 40, "memory": Memory(activations=10)},
+    )
+    bounds = [lower_bound(plan, Cost(all_reduce=3, all_reduce_runs=runs), **cap) for runs in ("in-row", "beside")]
+    assert bounds == [shortest(plan, Cost(all_reduce=3, all_reduce_runs=runs)) for runs in ("in-row", "beside")]
 
 
 def test_plans_whose_bytes_depend_on_more_than_their_order_are_refused():

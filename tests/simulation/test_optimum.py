@@ -15,6 +15,7 @@ from pathlib import Path
 
 import oracle
 import pytest
+from best_order import shortest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import costs, legal_cases, reduced
@@ -71,8 +72,9 @@ def test_the_known_optima_come_out_proven(schedule, cost, cap, makespan):
 def test_the_optimum_is_what_brute_force_finds(schedule, cap, cost):
     plan = schedule.plan()
     best = optimum(plan, cost, memory_cap=cap)
+    caps = [cap] * plan.ranks if isinstance(cap, int) else cap
     assert best.proven
-    assert best.makespan == by_brute_force(plan, cost, cap)
+    assert best.makespan == by_brute_force(plan, cost, cap) == shortest(plan, cost, caps)
 
 
 @settings(deadline=None, max_examples=25)
@@ -129,6 +131,9 @@ def test_actions_without_length_keep_their_order():
     cost = Cost(first_stage="as-run", weight_grad=0, input_grad=2, latency=0.5)
     best = optimum(pipelab.ZBH1(3, 4), cost, memory_cap=3)
     assert check(best.plan, memory_cap=3) == []
+    for some in (cost, Cost(forward=[0, 1], latency=0.5), Cost(backward=0)):
+        best = optimum(pipelab.OneFOneB(2, 3), some, memory_cap=2)
+        assert (best.makespan, best.proven) == (shortest(best.plan, some, [2, 2]), True)
 
 
 def test_replicas_all_reduces_and_pairs_are_part_of_the_order():
@@ -154,10 +159,16 @@ def test_the_optimum_of_slices_keeps_their_order_and_the_cap():
     [
         *((pipelab.GPipe(2, 2), {"seconds": each}, UsageError, "seconds=") for each in (0, -1, inf, nan, "10", None)),
         (Plan.parse("0F0; 1B0"), {}, ScheduleError, "missing"),
-        (pipelab.ZBH1(4, 8), {"cost": Cost(forward=[0, 1, 1, 1], latency=0.5)}, CostError, "forwards must take time"),
+        (pipelab.GPipe(2, 2), {"cost": Cost(all_reduce_runs="beside")}, CostError, "all-reduces in rows"),
         ("1f1b", {}, TypeError, "expected a plan or a schedule"),
         (pipelab.Interleaved1F1B(3, 4), {"memory_cap": 1}, UsageError, r"rank 0.* 2 activations[\s\S]*at least 2"),
-        (pipelab.Seq1F1B(2, 4, slices=4), {}, UsageError, "no order was found"),
+        (pipelab.Seq1F1B(2, 4, slices=4), {}, UsageError, r"\[4, 4\], and the solver has ruled out all others"),
+        (
+            pipelab.DualPipe(2, 4),
+            {"cost": Cost(pair=2.5), "memory_cap": 1},
+            UsageError,
+            "keeps it with each overlapped pair in",
+        ),
     ],
 )
 def test_what_has_no_optimum_is_refused(plan, options, error, told):

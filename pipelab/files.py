@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import json
 import os
 import secrets
 import shutil
+import tomllib
 import zlib
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pipelab.errors import FormatError, UsageError
 
@@ -20,6 +24,9 @@ _GZIP = b"\x1f\x8b"
 
 _MOST_BYTES = 1 << 30
 """The trace of the largest plan has about half as many."""
+
+_MOST_TOML = 1 << 13
+"""What `tomllib` takes for a dotted key grows with the square of its length."""
 
 
 def teacher(name: str) -> Path:
@@ -45,13 +52,13 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
 
     It raises what `read_text` raises.
     """
-    data, unpacked = file.read(most_bytes + 1), ""
+    data, unpacked = _read(file, most_bytes), ""
     if data.startswith(_GZIP):
         most_bytes = min(most_bytes, (1 << 20) + 100 * len(data))  # traces unpack to 5 to 20 times their size
         unpacked = f" unpacked from {len(data):,}"
         try:
             with gzip.open(io.BytesIO(data)) as packed:
-                data = packed.read(most_bytes + 1)
+                data = _read(packed, most_bytes)
         except (EOFError, OSError, zlib.error) as error:
             raise FormatError(f"{path} is a gzip file, and broken: {error}") from error
     if len(data) > most_bytes:
@@ -64,6 +71,25 @@ def text_of(file: BinaryIO, path: str | os.PathLike[str], most_bytes: int = _MOS
         raise FormatError(
             f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as text in UTF-8"
         ) from error
+
+
+def _read(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> bytes:
+    """Return what a file holds, or more than `most_bytes` of it: `file.read(most_bytes)` would take so much at once."""
+    return b"".join(islice(iter(partial(file.read, 1 << 20), b""), (most_bytes >> 20) + 1))
+
+
+def read_data(path: str | os.PathLike[str], what: str, toml: bool = False) -> dict[str, Any]:
+    """Return the data of a JSON file, packed with gzip or not, or of a TOML file, which is to be `what`."""
+    text = read_text(path, _MOST_TOML if toml else _MOST_BYTES)
+    try:
+        found = tomllib.loads(text) if toml else json.loads(text)
+    except RecursionError:
+        raise FormatError(f"{path} is not {what}: its lists are nested too deeply") from None
+    except ValueError as error:
+        raise FormatError(f"{path} is not {what}: it is not {'TOML' if toml else 'JSON'}: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} is not {what}: it has no names, as {{'name': 1}} has")
+    return found
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:

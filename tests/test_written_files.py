@@ -127,6 +127,29 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, name, error):
         saved(tmp_path / name)
 
 
+@pytest.mark.parametrize("toml", [False, True], ids=["JSON", "TOML"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "has no names|is not TOML"),
+        ("3", "has no names|is not TOML"),
+        ("[" * 100_000, "nested too deeply|more than 8,192 bytes"),
+        ("x = " + "[" * 4000, "nested too deeply|is not JSON"),
+        ("x = " + "{x = " * 1500, "nested too deeply|is not JSON"),
+        ('{"x":' * 100_000, "nested too deeply|more than 8,192 bytes"),
+        ('{"x": ' + "9" * 5000 + "}", "is not (JSON|TOML)"),
+        (".".join("x" * 200_000) + " = 1", "more than 8,192 bytes|is not JSON"),
+        ("\xff", "is not (JSON|TOML)"),
+    ],
+    ids=range(9),
+)
+def test_what_holds_no_data_with_names_is_refused(tmp_path, text, told, toml):
+    path = tmp_path / "data"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(FormatError, match=told):
+        files.read_data(path, "an example", toml)
+
+
 def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
     path = tmp_path / "large"
     path.write_text("12345")

@@ -18,6 +18,7 @@ from pipelab.cli.printing import echo, folded, say
 from pipelab.cli.targets import find, has_sizes
 from pipelab.draw import text
 from pipelab.draw.wording import columns
+from pipelab.errors import FormatError
 
 _MOST_REFUSALS = 3
 _MARKS = {"par": "***", "good": "** ", "legal": "*  ", "": ""}
@@ -113,10 +114,9 @@ def _file() -> Path:
 def _best() -> dict[str, float]:
     """Return the lowest score so far, by level, of what the file holds that can be one; infinity is "looked up"."""
     try:
-        kept = json.loads(files.read_text(_file()))
-    except (OSError, ValueError):
+        found = files.read_data(_file(), "a file of scores")
+    except (OSError, FormatError):
         return {}
-    found = kept if isinstance(kept, dict) else {}
     # Nothing is below par: neither NaN nor a negative number hides what is reached later.
     return {
         name: float(best)

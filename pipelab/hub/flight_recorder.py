@@ -13,23 +13,25 @@ order of its lowered row, so the k-th one is the k-th of the row.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.errors import FormatError, UsageError
+from pipelab.files import read_data
+from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lowering, Step, lowered
 
 _P2P = re.compile(r"\w+:(send|recv) (\d+)(?:->|<-)(\d+)")
 _PIPELINE = re.compile(r"pp|pipe", re.IGNORECASE)  # how PyTorch's meshes, torchtitan and Megatron name its group
 _SIZES_OF_OBJECTS = (["Long"], ["Byte"])  # dtypes of what PyTorch sends before the first step: shapes, pickled
+_OPCODES = b"\x80\x95(.N\x88\x89JKM\x8aGX\x8c]ae}suqr\x94hjc\x93"  # of lists, dictionaries, numbers, texts, and names
 
 
 @dataclass(frozen=True)
@@ -144,21 +146,26 @@ _Group = tuple[tuple[int, ...], int, Sequence[_Record]]
 
 def _by_group(path: Path) -> dict[str, _Group]:
     """Return, by the name of a group, its sends and receives in a file, from the oldest to the newest."""
+    what = "a file of PyTorch's Flight Recorder"
     try:
-        text = path.read_bytes()
-        data = json.loads(text) if text.lstrip()[:1] == b"{" else _Plain(io.BytesIO(text)).load()
+        data: Any = path.read_bytes()
+        data = _Plain(io.BytesIO(data)).load() if data[:1] == pickle.PROTO else read_data(path, what)
         config = data.get("pg_config") or {"": {"desc": ""}}
         entries: dict[tuple[str, str], list[Any]] = {
-            (number, about.get("desc", "")): [] for number, about in config.items()
+            (number, "" + about.get("desc", "")): [] for number, about in config.items()
         }
         for entry in data["entries"]:
-            entries.setdefault(tuple(entry.get("process_group") or ("", "")), []).append(entry)
+            number, name = entry.get("process_group") or ("", "")
+            entries.setdefault((number, "" + name), []).append(entry)
         moved = {group: _transfers(own) for group, own in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise FormatError(f"{path} is no file of PyTorch's Flight Recorder: {type(error).__name__}: {error}") from None
+        members = {number: [*map(int, re.findall(r"\d+", about.get("ranks", "")))] for number, about in config.items()}
+    except FormatError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a file's data lead to
+        raise FormatError(f"{path} is not {what}: {type(error).__name__}: {error}") from None
     digits, found = re.findall(r"\d+", path.stem), dict[str, _Group]()
     for (number, name), transfers in sorted(moved.items(), key=lambda each: len(each[1])):
-        ranks = tuple(map(int, re.findall(r"\d+", str(config.get(number, {}).get("ranks", "")))))
+        ranks = tuple(members.get(number, ()))
         own = {rank for rank, _ in transfers}
         rank = next(iter(own)) if len(own) == 1 else -1
         if digits and not own:
@@ -175,14 +182,25 @@ def _transfers(entries: Sequence[Any]) -> Collection[tuple[int, _Record]]:
         match = _P2P.fullmatch(entry["profiling_name"])
         if match and entry.get("input_dtypes") not in _SIZES_OF_OBJECTS:
             sequence = entry["p2p_seq_id"]
+            if sequence >> 60:
+                raise ValueError(f"p2p_seq_id is {shorten(sequence)}")
             key = sequence if sequence in done else ("alone", entry["record_id"])
             record = _Record(match[1].upper(), int(match[3]), done.get(sequence, entry["state"]), sequence)
             found.setdefault(key, (int(match[2]), record))
     return found.values()
 
 
-class _Plain(pickle.Unpickler):
-    """A pickle of lists, dictionaries, numbers and texts: one of anything else could run a stranger's code."""
+class _Plain(pickle._Unpickler):  # noqa: SLF001 - Python's own, whose memo and opcodes are dictionaries
+    """A pickle of lists, dictionaries, numbers, texts and pairs: others could run code, or fill the memory.
+
+    Pairs become lists, so that none is hashed: that of a pair of pairs of pairs may take years.
+    """
+
+    def load_pair(self: Any) -> None:
+        self.stack[-2:] = [self.stack[-2:]]
+
+    dispatch: ClassVar[Any] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}  # noqa: SLF001
+    dispatch[pickle.TUPLE2[0]] = load_pair
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds {module}.{name}")

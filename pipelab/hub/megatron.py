@@ -14,6 +14,7 @@ from itertools import groupby
 from pipelab.checking.checker import ScheduleLike, as_plan
 from pipelab.errors import FormatError, UsageError
 from pipelab.plan.actions import finite
+from pipelab.plan.fault import shorten
 from pipelab.plan.order import network_of
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
@@ -27,7 +28,9 @@ _Place = tuple[tuple[int, ...], int]  # how many decoder layers each stage has, 
 _VALID = re.compile(r"E[t|]*m*\|*L\|*")
 _NAMED = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _COSMETIC = re.compile(r"""[\s,'"\\]""")  # what Megatron ignores, and what scripts and tables put around a layout
-_REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d+)")
+_REPEATED = re.compile(r"(?:\(([^()]+)\)|(.))\*(\d{1,6})")
+_MOST = 10_000
+"""Letters and bars of a layout, in short and at length: 126 layers are many."""
 
 
 def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
@@ -51,9 +54,12 @@ def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
         given = "|".join("".join(_NAMED.get(name.lower(), "?") for name in row) for row in rows)
     before, found = "", _COSMETIC.sub("", given)
     while found != before:
+        longer = sum(len(group or letter) * int(many) for group, letter, many in _REPEATED.findall(found))
+        if len(found) + longer > _MOST:
+            raise FormatError(f"{shorten(text)} is no layout: it has more than {_MOST} letters and bars")
         before, found = found, _REPEATED.sub(lambda each: (each[1] or each[2]) * int(each[3]), found)
     if not _VALID.fullmatch(found):
-        raise FormatError(f"{str(text)!r} is no layout: {_wrong(found)}\n  try: {write_layout(_righted(found))}")
+        raise FormatError(f"{shorten(text)} is no layout: {_wrong(found)}\n  try: {write_layout(_righted(found))}")
     return found.split("|")
 
 
@@ -65,7 +71,7 @@ def _wrong(found: str) -> str:
         ("E has to be its first layer, once", layers.count("E") != 1 or layers[0] != "E"),
         ("L has to be its last layer, once", layers.count("L") != 1 or layers[-1] != "L"),
         ("all m have to be in one stage", sum("m" in stage for stage in found.split("|")) > 1),
-        ("every t has to come before every m", re.search("m.*t", layers) is not None),
+        ("every t has to come before every m", "t" in layers.partition("m")[2]),
     )
     return ", ".join(words for words, broken in rules if broken)
 

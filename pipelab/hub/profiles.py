@@ -17,10 +17,11 @@ from statistics import median_low
 from typing import Any, NamedTuple, TypeVar
 
 from pipelab.errors import FormatError, UsageError
+from pipelab.files import read_data
 from pipelab.plan.actions import Action, Kind, Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import ranges, shorten
-from pipelab.trace.reading import plan_of, read_json, read_saved, time_of
+from pipelab.trace.reading import plan_of, read_saved, time_of
 from pipelab.trace.trace import Trace
 from pipelab.trace.waits import travelled
 
@@ -40,13 +41,13 @@ def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: 
         UsageError: if the profiles hold no such step.
     """
     paths = _files(path)
-    data = read_json(paths[0])
-    if len(paths) == 1 and not _is_profile(data):
+    data = read_data(paths[0], "a trace")
+    if len(paths) == 1 and "traceEvents" not in data:
         if step is not None:
             raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
         return Trace(**read_saved(paths[0], data))
     name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
-    later = ((str(each), read_json(each)) for each in paths[1:])  # one by one: they may be large
+    later = ((str(each), read_data(each, "a trace")) for each in paths[1:])  # one by one: they may be large
     ranks = _in_order(list(_read(chain([(str(paths[0]), data)], later))))
     return _trace(ranks, _number(ranks, step), name)
 
@@ -122,11 +123,6 @@ class File:
     kernels: list[tuple[float, float, float]]
     """Work of the stream with most of it: when it was launched, began and ended."""
     steps: list[list[Ran]] = field(default_factory=list)
-
-
-def _is_profile(data: object) -> bool:
-    """Return whether the data of a JSON file are a profiler's."""
-    return isinstance(data, dict) and "traceEvents" in data
 
 
 class Times(NamedTuple):
@@ -327,7 +323,7 @@ def _read(files: Iterable[tuple[str, Any]]) -> Iterator[File]:
     """Yield the files, with their whole steps; all times count from the first file's."""
     origin: float | None = None
     for path, data in files:
-        if not _is_profile(data):
+        if "traceEvents" not in data:
             raise FormatError(f"{path} is not a profile, which has 'traceEvents': of saved traces, only one is read")
         base: float = data.get("baseTimeNanoseconds", 0)  # a whole number, which is exact
         time_of(base, f"{path}: 'baseTimeNanoseconds'")

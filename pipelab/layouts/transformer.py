@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipelab.errors import FormatError, UsageError
-from pipelab.files import read_text
+from pipelab.files import read_data
 from pipelab.layouts.published import model_flops
+from pipelab.plan.fault import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,12 @@ class Transformer:
 
     def __post_init__(self) -> None:
         """Fill in what follows from other sizes, and refuse what cannot be."""
-        for name in ("layers", "hidden", "heads", "ffn", "vocab", "sequence"):
-            if not (isinstance(value := getattr(self, name), int) and value > 0):
-                raise UsageError(f"{name}={value!r}: a model needs a positive whole number")
+        for each in fields(self):
+            value, least = getattr(self, each.name), int(each.default is MISSING)
+            most = 1 if each.type == "bool" else 10_000 if each.name == "layers" else 1 << 31
+            if not (isinstance(value, int) and least <= value <= most):
+                wanted = "true or false" if most == 1 else f"a whole number from {least} to {most}"
+                raise UsageError(f"{each.name}={shorten(value)}: expected {wanted}")
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head", self.head or self.hidden // self.heads)
 
@@ -118,18 +120,19 @@ class Transformer:
         Raises:
             FormatError: if the file is neither, or lacks a size.
         """
-        text = read_text(path)
-        try:
-            given = _renamed(json.loads(text)) if Path(path).suffix == ".json" else tomllib.loads(text)
-        except ValueError as error:
-            raise FormatError(f"{path}: {error}") from None
+        toml = Path(path).suffix != ".json"
+        read = read_data(path, "a model's sizes", toml)
+        given = read if toml else _renamed(read, path)
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise FormatError(f"{path}: {', '.join(unknown)}: expected {', '.join(sorted(known))}")
         given |= {"sequence": sequence} if sequence else {}
         if lacking := [each.name for each in fields(cls) if each.default is MISSING and each.name not in given]:
             raise FormatError(f"{path} lacks {', '.join(lacking)}\n  try: a TOML of sizes, or a model's config.json")
-        return cls(**given)
+        try:
+            return cls(**given)
+        except UsageError as error:
+            raise FormatError(f"{path}: {error}") from None
 
     def layer(self, number: int) -> Layer:
         """Return what the layer with this number is; numbers count from 0."""
@@ -226,24 +229,30 @@ _NAMES = {
     "q_rank": ("q_lora_rank",),
     "kv_rank": ("kv_lora_rank",),
     "rope": ("qk_rope_head_dim",),
+    "head_of_latents": ("v_head_dim",),
+    "shared_experts": ("n_shared_experts",),
 }
 """What Hugging Face's configurations call these sizes."""
 
 
-def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(config: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the sizes in a Hugging Face model's configuration."""
     found = {
         name: next(filter(None, map(config.get, theirs)))
         for name, theirs in _NAMES.items()
         if any(map(config.get, theirs))
     }
+    for name, value in found.items():
+        if not isinstance(value, int):
+            raise FormatError(f"{path}: {name}={shorten(value)}: expected a whole number")
+    latent, shared = found.pop("head_of_latents", 0), found.pop("shared_experts", 0)
     act = str(config.get("hidden_act", config.get("activation_function", "")))
     found["gated"] = "gelu" not in act and "relu" not in act
     if found.get("kv_rank"):
-        found["head"], found["kv_heads"] = config["v_head_dim"], found["heads"]
+        found["head"], found["kv_heads"] = latent, found.get("heads", 0)
     if "hidden" in found:
         found.setdefault("ffn", 4 * found["hidden"])
     if found.get("experts"):
-        found.setdefault("expert_ffn", found["ffn"])  # Mixtral's name for it
-        found["shared_ffn"] = (config.get("n_shared_experts") or 0) * found["expert_ffn"]
+        found.setdefault("expert_ffn", found.get("ffn", 0))  # Mixtral's name for it
+        found["shared_ffn"] = shared * found["expert_ffn"]
     return found

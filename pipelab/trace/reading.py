@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipelab.checking.checker import require_legal
 from pipelab.errors import FormatError
-from pipelab.files import read_text
 from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.binding import After
 from pipelab.plan.fault import ScheduleError, shorten
@@ -29,24 +27,13 @@ _BEHIND = ("queued", "giver", "needer")
 """What follows for a transfer that stood behind another one: how long, and which."""
 
 
-def read_json(path: Path) -> Any:
-    """Return the data of a JSON file, packed with gzip or not."""
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise FormatError(f"{path} is not a trace: its lists are nested too deeply") from None
-    except ValueError as error:
-        raise FormatError(f"{path} is not a trace: it is not JSON: {error}") from error
-
-
-def read_saved(path: Path, data: object) -> dict[str, Any]:
+def read_saved(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Trace` from the data of a file that `Trace.save` wrote."""
     try:
         return read(data)
     except FormatError as error:
         tries = "pipelab simulate 1f1b --save example.json, which writes one"
-        if isinstance(data, dict) and "traceEvents" in data:
+        if "traceEvents" in data:
             tries = "pipelab.hub.profiles.load, which reads PyTorch's profiles"
         raise FormatError(f"{path} is not a trace saved by pipelab: {error}\n  try: {tries}") from error
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipelab.display import show
 from pipelab.errors import clean
+from pipelab.files import read_data
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
 from pipelab.trace.ledger import Idle, Ledger, idle_times
-from pipelab.trace.reading import FORMAT, VERSION, read, read_json, read_saved
+from pipelab.trace.reading import FORMAT, VERSION, read, read_saved
 from pipelab.trace.waits import critical_path, crossings, waits
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ class Trace:
         Raises:
             FormatError: if the file does not hold a trace; the message says what is wrong and where.
         """
-        return cls(**read_saved(Path(path), read_json(Path(path))))
+        return cls(**read_saved(Path(path), read_data(path, "a trace")))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain data, as in `json` files; see [the format](../how_to/other_tools.md)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as notation
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -221,10 +220,7 @@ def _named(targets: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _points(path: Path, homework: str) -> dict[str, int]:
-    try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
+    read = files.read_data(path, "a file of points", toml=True)
     if not isinstance(read.get(homework), dict):
         raise UsageError(f"{path} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
     points: dict[str, int] = read[homework]

@@ -12,10 +12,12 @@ import gzip
 import io
 import json
 import math
+import pickle
 import random
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,11 @@ import pipelab
 from pipelab.cli import app
 from pipelab.draw import figure, graph, text
 from pipelab.draw.page import page
-from pipelab.errors import FormatError, PipelabError
+from pipelab.errors import FormatError, PipelabError, UsageError
 from pipelab.hub import profiles
+from pipelab.hub.flight_recorder import culprit
+from pipelab.hub.megatron import read_layout
+from pipelab.layouts.transformer import Transformer
 from pipelab.trace.waits import waits
 
 SLOW = 20
@@ -303,3 +308,105 @@ def fuzz_injection(seed: int) -> str | None:
         if raw:
             return f"seed {seed}: {where} holds {raw[0]!r} raw"
     return None
+
+
+SIZES = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100, "sequence": 32}
+CONFIG = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "n_positions": 8}
+CONFIG |= {"kv_lora_rank": 8, "v_head_dim": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+OPCODES = b"\x80\x02\x95(.N\x88\x89JKM\x8a\x8bGX\x8c\x8d]ae}suqr\x94hjct0p12l)\x85\x86\x87\x93R\x8eB\x96"
+MOST_PEAK = 100 << 20
+"""Bytes that a refusal, or what is read from some kilobytes, may take."""
+
+
+def deep(chance: random.Random) -> str:
+    """Return a text of JSON or TOML that is too deep, too long, or no data."""
+    much = chance.choice((9, 1000, 4000, 100_000))
+    return chance.choice(
+        (
+            *("[" * much, '{"x":' * much, "x = " + "[" * much, "x = " + "{x = " * much, ".".join("x" * much) + " = 1"),
+            *("[]", "3", "null", '"x"', "", "\x00", "x = " + "9" * much, '{"x": ' + "9" * much + "}", "[x]\n" * much),
+        )
+    )
+
+
+def altered(chance: random.Random, data: dict[str, Any]) -> dict[str, Any]:
+    """Return data of which some values are strange."""
+    data = copy.deepcopy(data)
+    for _ in range(chance.choice((1, 1, 3))):
+        where, key = chance.choice(places(data))
+        where[key] = copy.deepcopy(chance.choice((*STRANGE, 10**9, 10**4000, "x" * 999, [[]] * 999)))
+    return data
+
+
+def hostile_sizes(chance: random.Random, folder: Path) -> object:
+    """Read a model's sizes."""
+    toml = chance.random() < 0.5
+    path = folder / ("model.toml" if toml else "config.json")
+    data = altered(chance, SIZES if toml else CONFIG)
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in data.items())
+    written = deep(chance) if chance.random() < 0.4 else lines if toml else json.dumps(data)
+    path.write_text(written, encoding="utf-8", errors="replace")
+    model = Transformer.load(path, chance.choice((None, None, 64)))
+    return model.parameters, model.flops(8), model.activation_bytes()
+
+
+def hostile_recorder(chance: random.Random, folder: Path) -> object:
+    """Read a file of the Flight Recorder."""
+    entry = {"record_id": 0, "p2p_seq_id": 1, "profiling_name": "nccl:send 0->1", "state": "completed"}
+    entries = [entry | {"p2p_seq_id": 1 + number, "process_group": ("0", "pp")} for number in range(4)]
+    data = {"entries": entries, "pg_config": {"0": {"desc": "pp", "ranks": "[0, 1]"}}}
+    if chance.random() < 0.7:
+        data = altered(chance, data)
+    if chance.random() < 0.2:
+        shared: list[Any] = []
+        for _ in range(60):
+            shared = [shared, shared]
+        where, key = chance.choice(places(data))
+        where[key] = shared
+        written = pickle.dumps(data)
+    else:
+        written = pickle.dumps(data, chance.choice((2, 4))) if chance.random() < 0.8 else json.dumps(data).encode()
+    how = chance.randrange(5)
+    if how == 0:
+        written = flipped(chance, written)
+    elif how == 1:
+        at = chance.randrange(2, len(written))
+        number = chance.choice((b"", b"\x00", b"\xff\xff\xff\x7f", b"\xff" * 7 + b"\x7f"))
+        word = chance.choice(OPCODES).to_bytes() + number
+        written = written[:at] + word * chance.choice((1, 1, 1000)) + written[at:]
+    elif how == 2:
+        words = (
+            chance.choice(OPCODES).to_bytes() + chance.randbytes(chance.choice((0, 0, 1, 4, 8))) for _ in range(99)
+        )
+        written = b"\x80\x02" + b"".join(words)
+    elif how == 3 and chance.random() < 0.5:
+        written = deep(chance).encode()
+    path = folder / "trace_rank_0"
+    path.write_bytes(written)
+    return culprit(pipelab.OneFOneB(2, 2), [path])
+
+
+def hostile_layout(chance: random.Random, folder: Path) -> object:
+    """Read a layout of layers."""
+    del folder
+    words = (*"EtmL|()*,9012", ")*", "t*", "(t", "((((t", "99999", "9" * 5000, "[[", "]]", "decoder", "\u0663")
+    return read_layout("E" * chance.randrange(2) + "".join(chance.choices(words, k=chance.choice((3, 9, 99, 9999)))))
+
+
+def fuzz_hostile(seed: int) -> str | None:
+    """Ask for memory and time without end: it is read or refused within bounds, and nothing raw comes out."""
+    chance = random.Random(seed)
+    read = chance.choice((hostile_sizes, hostile_recorder, hostile_layout))
+    with tempfile.TemporaryDirectory() as folder, in_time(read.__name__):
+        tracemalloc.start()
+        try:
+            read(chance, Path(folder))
+        except (FormatError, UsageError):
+            pass
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    return f"seed {seed}: {read.__name__} took {peak >> 20} MB" if peak > MOST_PEAK else None
+
+
+fuzz_hostile.seeds = 3  # type: ignore[attr-defined]

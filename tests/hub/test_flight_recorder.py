@@ -6,6 +6,8 @@ import json
 import pickle
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,8 @@ PLANS = {
     "zbv": pipelab.ZBV(4, 8),
 }
 
+
+ENTRY = {"record_id": 0, "p2p_seq_id": 1, "profiling_name": "nccl:send 0->1", "state": "completed"}
 
 FORWARD = re.compile(r"^\d+(F|SEND_F|RECV_F)\d+$")
 
@@ -194,10 +198,51 @@ def test_files_that_are_not_of_this_plan_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is of rank 3, and the plan has 3 ranks"):
         culprit(pipelab.OneFOneB(3, 8), paths[3:])
     paths[0].write_bytes(pickle.dumps(pipelab.OneFOneB(2, 2)))
-    with pytest.raises(FormatError, match="no file of PyTorch's Flight Recorder: UnpicklingError"):
+    with pytest.raises(FormatError, match="not a file of PyTorch's Flight Recorder: UnpicklingError"):
         culprit(plan, paths)
     with pytest.raises(UsageError, match="no file has a send or receive"):
         culprit(plan, written(tmp_path, [[]] * 4))
+
+
+HOSTILE = {
+    "a memo of 34 GB": b"\x80\x02]r\xff\xff\xff\x7f.",
+    "bytes without end": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+    "an array without end": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.",
+    "a text of 4 GB": b"\x80\x02X\xff\xff\xff\xffa.",
+    "a frame without end": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f].",
+    "a pair of pairs of pairs as a key": b"\x80\x02}K\x01" + b"q\x00h\x00\x86" * 99 + b"K\x01s.",
+    "pairs in pairs as a key": b"\x80\x02}K\x01" + b"K\x01\x86" * 100_000 + b"K\x01s.",
+    "a number cut short": b"\x80\x02J\x01",
+    "nothing": b"\x80",
+    "lists in lists": b"[" * 100_000,
+    "a list": b"[]",
+    "a number of 300 bits": pickle.dumps({"entries": [ENTRY | {"p2p_seq_id": 1 << 300}]}),
+    "a number that is a text": pickle.dumps({"entries": [ENTRY | {"p2p_seq_id": "1"}]}),
+    "a group without a name": pickle.dumps({"entries": [ENTRY | {"process_group": ["0"]}]}),
+    "a group whose name is a number": pickle.dumps({"entries": [], "pg_config": {"0": {"desc": 3}}}),
+}
+REFUSED = """
+import resource, sys
+from pipelab import OneFOneB
+from pipelab.errors import FormatError
+from pipelab.hub.flight_recorder import culprit
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)
+for path in sys.argv[1:]:
+    try:
+        sys.exit(f"{path}: {culprit(OneFOneB(2, 2), [path])}")
+    except FormatError:
+        pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_hostile_files_are_refused_with_100_megabytes(tmp_path):
+    for name, data in HOSTILE.items():
+        (tmp_path / name).write_bytes(data)
+    words = [sys.executable, "-c", REFUSED, *map(str, tmp_path.iterdir())]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def hung(plan, action, folder):

@@ -65,6 +65,20 @@ def test_what_is_no_layout_is_refused(text):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        *("E|t*" + "9" * 5000 + "|L", "Et*1000000000L", "E((t*999)*999)*999L", "E" + "t*9999" * 999 + "L"),
+        *("E" + "(" * 5000 + "t" + ")*1" * 5000 + "L", "E" + "|" * 20_000 + "L", [["decoder"] * 4] * 4000),
+    ],
+    ids=range(7),
+)
+def test_a_layout_of_more_layers_than_any_model_has_is_refused_in_few_words(text):
+    with pytest.raises(FormatError, match="more than 10000 letters and bars") as error:
+        read_layout(text)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
     ("text", "stages"),
     [
         ("'Et|t|(tt|)*2tL'", ["Et", "t", "tt", "tt", "tL"]),

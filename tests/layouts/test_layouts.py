@@ -87,3 +87,30 @@ def test_a_hugging_face_configuration_is_read(tmp_path):
     (tmp_path / "model.toml").write_text("layers = 2\n")
     with pytest.raises(FormatError, match="hidden"):
         Transformer.load(tmp_path / "model.toml")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"layers": 10**9}, "layers=1000000000: expected a whole number from 1 to 10000"),
+        ({"hidden": 10**400}, "hidden=1000.*…: expected a whole number"),
+        ({"vocab": -3}, "vocab=-3"),
+        ({"kv_heads": "8"}, "kv_heads='8': expected a whole number"),
+        ({"gated": "yes"}, "gated='yes': expected true or false"),
+        ({"tied": 2}, "tied=2"),
+        ({"experts": [8]}, "experts="),
+        ({"num_hidden_layers": 10**9}, "layers=1000000000"),
+        ({"hidden_size": "4096"}, "hidden='4096'"),
+        ({"n_routed_experts": 8, "n_shared_experts": 10**9, "moe_intermediate_size": "x" * 100}, "expert_ffn='xxx"),
+        ({"kv_lora_rank": 512, "num_attention_heads": None}, "lacks heads"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path, sizes, told):
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "n_positions": 8}
+    own = not {*sizes} & {"num_hidden_layers", "hidden_size", "n_routed_experts", "kv_lora_rank"}
+    path = tmp_path / ("model.toml" if own else "config.json")
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in (SMALL | sizes).items())
+    path.write_text(lines if own else json.dumps(config | sizes))
+    with pytest.raises(FormatError, match=told) as error:
+        Transformer.load(path)
+    assert str(path) in str(error.value)

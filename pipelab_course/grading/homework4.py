@@ -76,7 +76,8 @@ class Run:
         found = self.diagnosis
         multiple = found.code == "weighed-by-rows" and abs((found.factor or 0.0) - 1) > TOLERANCE
         some = any(each.right for each in found.parameters.values()) and bool(found.wrong)
-        return "" if self.changed or multiple or some else kinds.get(found.code, "")
+        code = found.code if found.wrong or not found.parameters else "right"  # whatever the whole batch's loss is
+        return "" if self.changed or multiple or some else kinds.get(code, "")
 
 
 @cache

@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 Outcomes: TypeAlias = "queue.SimpleQueue[Outcome]"
-Jobs: TypeAlias = "queue.SimpleQueue[tuple[Worker, Callable[[], Any], Outcomes] | None]"
+Jobs: TypeAlias = "queue.SimpleQueue[tuple[Worker, Callable[[], Any], Outcomes] | weakref.ref[Worker] | None]"
 
 
 class Worker:
@@ -51,8 +51,9 @@ class Worker:
         self.idle = threading.Event()
         self.idle.set()
         # The thread does not hold its worker. So it ends even if an interrupt strikes before any caller has the worker.
-        weakref.finalize(self, self._jobs.put, None).atexit = False
-        self.thread = threading.Thread(target=_live, args=(self._jobs, ready, threads), name=name, daemon=True)
+        # What runs then is no line of Python, in which an interrupt would be lost, as it would in `weakref.finalize`.
+        gone = weakref.ref(self, self._jobs.put)
+        self.thread = threading.Thread(target=_live, args=(self._jobs, ready, threads, gone), name=name, daemon=True)
         callers = torch.get_num_threads()
         self.thread.start()
         ready.wait()
@@ -84,12 +85,12 @@ class Worker:
         return f", at {line_of(traceback.extract_stack(frame))}" if frame else ""
 
 
-def _live(jobs: Jobs, ready: threading.Event, threads: int) -> None:
-    """Run a worker's thread."""
+def _live(jobs: Jobs, ready: threading.Event, threads: int, _gone: weakref.ref[Worker]) -> None:
+    """Run a worker's thread, until it is ended, or its worker is gone."""
     torch.get_num_threads()  # a thread's first use copies the default; later calls change its own number
     torch.set_num_threads(threads)
     ready.set()
-    while (given := jobs.get()) is not None:
+    while isinstance(given := jobs.get(), tuple):
         worker, job, done = given
         worker.idle.clear()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -45,3 +46,15 @@ def test_an_interrupt_while_the_workers_start_leaves_no_thread(monkeypatch, at):
     for thread in started:
         thread.join(5)
     assert ranks() - before == set()
+
+
+def test_no_line_of_python_runs_when_a_worker_goes():
+    worker, calls = Worker("goes", 1), []
+    worker.end()
+    worker.join()
+    thread = worker.thread  # Python's own note of threads runs lines when one goes
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    del worker
+    sys.setprofile(None)
+    assert not thread.is_alive()
+    assert not calls

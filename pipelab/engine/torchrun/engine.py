@@ -143,7 +143,9 @@ class TorchEngine(Engine):
         clocks, waited = begin([self._stream]), [0] * len(row)
         step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=keys, waited=waited)
         call = "forward(x)" if loss is None else "step(x, y)"
-        state: StepState = self.attend(partial(copy_context().run, self._run, step), call)
+        made: tuple[StepState, bool] = self.attend(partial(copy_context().run, self._run, step), call)
+        state, drew = made
+        self.random.end(drew=drew)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
         return state
 
@@ -184,8 +186,8 @@ class TorchEngine(Engine):
             self._stages.clear()
             del self._connections, self._runtime, self.group
 
-    def _run(self, step: ProcessStep) -> StepState:
-        """Run one step, in the worker thread, on the rank's stream."""
+    def _run(self, step: ProcessStep) -> tuple[StepState, bool]:
+        """Run one step, in the worker thread, on the rank's stream; return it, and whether a process drew."""
         with ExitStack() as stack:
             self._stream.enter(stack)
             step.caller.enter(stack)
@@ -199,10 +201,9 @@ class TorchEngine(Engine):
             step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, self._seed)
             self._go(step)
             # [3] all processes exchange times and losses
-            state, drew = share(self.group, self.plan, step, self._clock)
-            self.random.end(drew=drew)
+            made = share(self.group, self.plan, step, self._clock)
         self._step = None
-        return state
+        return made
 
     def _go(self, step: ProcessStep) -> None:
         with ExitStack() as stack:

@@ -43,6 +43,10 @@ def unlisted(case):
         ("0F0 0B0 1F1 1B1; 1F0 1B0 0F1 0B1", "0F0 0B0 1F1 1B1 1R 0R; 1F0 1B0 0F1 0B1 1R 0R"),  # or they would hang
         ("0F0 1F0 1B0 0B0 1R; 0F1 1F1 1B1 0B1 1R", "0F0 1F0 1B0 0B0 0R 1R; 0F1 1F1 1B1 0B1 0R 1R"),
         ("0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0; 0F1 0B1", "0F0 1F0 (1F1;1B0)OVERLAP_F_B 1B1 0B0 0R; 0F1 0B1 0R"),
+        (  # early, only pairs in one slot would hang
+            "0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 2F0 2B0 1B0; 1F1 2F1 2B1 1B1",
+            "0F0 (0F1;0B0)OVERLAP_F_B 0B1; 1F0 2F0 2B0 1B0 2R 1R; 1F1 2F1 2B1 1B1 2R 1R",
+        ),
         ("0F0 (1F0;1B0)OVERLAP_F_B 0B0; 0F1 1F1 1B1 0B1", "0F0 (1F0;1B0)OVERLAP_F_B 1R 0B0 0R; 0F1 1F1 1B1 1R 0B1 0R"),
     ],
 )

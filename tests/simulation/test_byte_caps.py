@@ -29,7 +29,8 @@ def test_with_activations_of_one_byte_all_three_do_what_they_do_with_a_cap_in_ac
 
 def test_the_optimum_under_random_caps_is_what_brute_force_finds():
     pytest.importorskip("ortools")
-    assert [found for seed in range(40) if (found := fuzz_orders(seed))] == []
+    without_length = (159, 618, 646)  # where some actions take no time, and an order in whole ticks would hold less
+    assert [found for seed in (*range(40), *without_length) if (found := fuzz_orders(seed))] == []
 
 
 ZBV = pipelab.schedules["zbv"](ranks=2, microbatches=3)
@@ -39,10 +40,11 @@ UNEVEN = {"weights": 50, "gradients": 50, "activations": 100, "for_weight_grad":
 def test_the_solver_finds_an_order_where_no_policy_does_and_refuses_what_no_order_keeps():
     pytest.importorskip("ortools")
     memory = Memory(**UNEVEN)
-    for cap, expected in ((473, 13), (472, None)):
-        assert shortest(ZBV.plan(), Cost(), [cap] * 2, memory) == expected
-    best = pipelab.optimum(ZBV, memory_cap=473, memory=memory)
-    assert (best.makespan, best.proven, check(best.plan, memory_cap=473, memory=memory)) == (13, True, [])
+    cost, cap = Cost(latency=9), {"memory_cap": 473, "memory": memory}
+    best = pipelab.optimum(ZBV, cost, **cap)
+    assert (best.proven, check(best.plan, **cap)) == (True, [])
+    assert best.makespan == shortest(ZBV.plan(), cost, [473] * 2, memory)
+    assert shortest(ZBV.plan(), cost, [472] * 2, memory) is None
     with pytest.raises(UsageError, match=r"622, 710\], and the solver has ruled out all others\n  try: a higher cap$"):
         pipelab.optimum(ZBV, memory_cap=472, memory=memory)
     with pytest.raises(UsageError, match=r"found none in 1e-06 seconds, .*\n  try: a higher cap or more seconds$"):

@@ -67,18 +67,24 @@ def rows_of(value: object, what: str, dim: int = 0) -> int:
     return sized[0][1].shape[sized[0][2]]
 
 
+def _leaves(value: object, what: str, dim: int, *, tokens: bool = True) -> Iterator[tuple[str, Any, Way]]:
+    """Yield each leaf of a batch with its place, and how it is cut; a mark is one only if it holds ready pieces."""
+    for place, leaf in [("", value)] if isinstance(value, torch.Tensor) else named_leaves(value, (Marked,)):
+        if isinstance(leaf, Marked) and leaf.how == "rows":
+            yield from _leaves(leaf.value, what + place, leaf.dim, tokens=False)
+        elif isinstance(leaf, Marked) and leaf.how == "whole":
+            yield from ((what + place, each, Way()) for each in take_apart(leaf.value)[0])
+        elif isinstance(leaf, BlockMask):
+            yield what + place, leaf, Way(0 if len(leaf.kv_num_blocks) > 1 else None)  # one alone is for all rows
+        else:
+            yield what + place, leaf, Way(dim, tokens) if isinstance(leaf, (torch.Tensor, Marked)) else Way()
+
+
 def _cut_tensors(value: object, what: str, dim: int) -> Iterator[_Sized]:
     """Yield each tensor that is cut by rows, with its place in the batch and the dimension of its rows."""
-    if isinstance(value, torch.Tensor):
-        yield what, value, dim
-        return
-    for place, leaf in named_leaves(value, (Marked,)):
-        if isinstance(leaf, torch.Tensor):
-            yield what + place, leaf, dim
-        elif isinstance(leaf, BlockMask) and len(leaf.kv_num_blocks) > 1:  # one alone is for all rows
-            yield what + place, leaf.kv_num_blocks, 0
-        elif isinstance(leaf, Marked) and leaf.how == "rows":
-            yield from _cut_tensors(leaf.value, what + place, leaf.dim)
+    for place, leaf, way in _leaves(value, what, dim):
+        if way.dim is not None and not isinstance(leaf, Marked):
+            yield place, leaf.kv_num_blocks if isinstance(leaf, BlockMask) else leaf, way.dim
 
 
 def _require_rows(name: str, tensor: torch.Tensor, dim: int) -> None:
@@ -126,18 +132,15 @@ def _choices(name: str, tensor: torch.Tensor, dim: int, usual: int) -> Iterator[
 def ready_counts(value: object, what: str, many: int, dim: int) -> list[int] | None:
     """Return how many rows each micro-batch has, if a part of a batch is cut already; `None` if none is."""
     found: list[int] | None = None
-    for place, leaf in () if isinstance(value, torch.Tensor) else named_leaves(value, (Marked,)):
-        if not isinstance(leaf, Marked) or leaf.how == "whole":
-            continue
-        if leaf.how == "rows":
-            found = found or ready_counts(leaf.value, what + place, many, leaf.dim)
+    for place, leaf, way in _leaves(value, what, dim):
+        if not isinstance(leaf, Marked):
             continue
         if len(leaf.value) != many:
             raise BatchError(
-                f"{what + place} holds {len(leaf.value)} micro-batches that are ready, and the plan has {many}\n"
+                f"{place} holds {len(leaf.value)} micro-batches that are ready, and the plan has {many}\n"
                 f"  try: a schedule with microbatches={len(leaf.value)}, or {many} pieces"
             )
-        sized = [next(_cut_tensors(piece, what, dim), None) for piece in leaf.value]
+        sized = [next(_cut_tensors(piece, what, way.dim or 0), None) for piece in leaf.value]
         if any(sized):  # pieces that are whole have no rows
             found = found or [each[1].shape[each[2]] if each and each[1].dim() > each[2] else 1 for each in sized]
     return found
@@ -190,18 +193,10 @@ class Way(NamedTuple):
 
 def ways_of(value: Any, dim: int, *, tokens: bool = True) -> list[Way]:
     """Return how each leaf of a micro-batch is cut."""
-    if isinstance(value, torch.Tensor):
-        return [Way(dim, tokens)]
     found = list[Way]()
-    for leaf in take_apart(value, (Marked,))[0]:
-        if not isinstance(leaf, Marked):
-            found.append(Way(dim, tokens) if isinstance(leaf, torch.Tensor) else Way())
-        elif leaf.how == "whole":
-            found += [Way()] * len(take_apart(leaf.value)[0])
-        elif leaf.how == "rows":
-            found += ways_of(leaf.value, leaf.dim, tokens=False)
-        else:
-            found += ways_of(leaf.value[0], dim, tokens=tokens)
+    for _, leaf, way in _leaves(value, "", dim, tokens=tokens):
+        ready = isinstance(leaf, Marked)
+        found += ways_of(leaf.value[0], way.dim or 0, tokens=way.tokens) if ready else [way]
     return found
 
 

@@ -50,16 +50,6 @@ _swap = threading.Lock()  # for operations that draw from a device's default gen
 _Place = tuple[int, int, str]
 """The stage, the micro-batch and the kind of an action."""
 
-_Names = Mapping[int, str]
-"""The names of layers by their `id`, so that copies of stages end with their step."""
-
-_Earlier = Mapping[tuple[int, str], int]
-"""By stage and name of a layer that earlier stages have too: how often they do."""
-
-
-_Running = Callable[[], Mapping[tuple[int, int], nn.Module]]
-"""Returns what runs now, by stage and rank."""
-
 
 # ── One step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,11 +57,17 @@ _Running = Callable[[], Mapping[tuple[int, int], nn.Module]]
 class StepStreams:
     """The random numbers of one step of all ranks here; `start` is its seed, or the state of a generator that has it.
 
-    `layers` is asked for the names of layers by the first draw.
+    `own` are the stages, with names from `named`; of `running`, what runs now by stage and rank, their copies.
     """
 
-    def __init__(self, start: int | torch.Tensor, layers: Callable[[], tuple[_Names, _Earlier]] | None = None) -> None:
-        self._start, self._layers = start, layers
+    def __init__(
+        self,
+        start: int | torch.Tensor,
+        named: nn.Module | None = None,
+        own: Sequence[nn.Module] = (),
+        running: Callable[[], Mapping[tuple[int, int], nn.Module]] = dict,
+    ) -> None:
+        self._start, self._named, self._own, self._running = start, named, own, running
         self.drew: set[str] = set()  # the names of what drew
         self.apart = False  # whether something drew in a backward that had not drawn in the forward
         self.drawn: dict[_Place, dict[str, int]] = {}  # by layer, how often
@@ -82,9 +78,23 @@ class StepStreams:
         return self._start if isinstance(self._start, int) else peek(self._start)
 
     @cached_property
-    def layers(self) -> tuple[_Names, _Earlier]:
-        """The names of layers, and how often earlier stages have each of them."""
-        return self._layers() if self._layers is not None else ({}, {})
+    def layers(self) -> tuple[dict[int, str], dict[tuple[int, str], int]]:
+        """The names of layers; and by stage and name of one that earlier stages have too, how often they do.
+
+        It has layers by their `id`, so that copies end with their step.
+        """
+        full = {} if self._named is None else {each: name for name, each in self._named.named_modules()}
+        names, earlier, seen = dict[int, str](), dict[tuple[int, str], int](), Counter[str]()
+        for stage, module in enumerate(self._own):
+            found = [
+                (each, names.setdefault(id(each), full.get(each, f"stage {stage}.{name}")))
+                for name, each in _inside(module)
+            ]
+            earlier |= {(stage, name): seen[name] for _, name in found if name in seen}
+            seen.update(name for _, name in found)
+            for copy in (each for (index, _), each in self._running().items() if index == stage and each is not module):
+                names |= {id(each): name for (_, each), (_, name) in zip(_inside(copy), found, strict=True)}
+        return names, earlier
 
     def running(self, stage: int, microbatch: int | None, kind: str, *, forward: bool) -> _Drawing:
         """Return a context in which an action of a kind runs on this thread; one that is no forward may repeat one."""
@@ -301,10 +311,10 @@ class Streams:
         self._before: list[torch.Tensor] = []
         self.last = StepStreams(0)
 
-    def begin(self, own: Sequence[nn.Module], running: _Running, seed: int | None = None) -> StepStreams:
-        """Begin a step of these stages."""
+    def begin(self, *stages: Any, seed: int | None = None) -> StepStreams:
+        """Begin a step of these stages, given as to `StepStreams`."""
         self._before = self._states()
-        self.last = StepStreams(self._before[0] if seed is None else seed, partial(_layers, self._named, own, running))
+        self.last = StepStreams(self._before[0] if seed is None else seed, self._named, *stages)
         return self.last
 
     def end(self, *, drew: bool | None = None) -> None:
@@ -325,7 +335,7 @@ class Streams:
     @contextmanager
     def plainly(self, models: Sequence[nn.Module], seed: int) -> Iterator[StepStreams]:
         """Return a context in which a step runs that is no pipeline's."""
-        self.last = StepStreams(seed, partial(_layers, self._named, models, dict))
+        self.last = StepStreams(seed, self._named, models)
         yield self.last
 
     def _states(self) -> list[torch.Tensor]:
@@ -336,24 +346,6 @@ class Streams:
 def _bytes(state: torch.Tensor) -> bytes:
     """Return a state as bytes: `torch.equal` would let go of the interpreter, for which all ranks wait."""
     return string_at(state.data_ptr(), state.nbytes)
-
-
-def _layers(named: nn.Module, own: Sequence[nn.Module], running: _Running) -> tuple[_Names, _Earlier]:
-    """Return the names of the layers of stages and of their copies, in the whole model if they are there."""
-    full = {each: name for name, each in named.named_modules()}
-    names: dict[int, str] = {}
-    earlier: dict[tuple[int, str], int] = {}
-    seen = Counter[str]()
-    for stage, module in enumerate(own):
-        layers = [
-            (each, names.setdefault(id(each), full.get(each, f"stage {stage}.{name}")))
-            for name, each in _inside(module)
-        ]
-        earlier |= {(stage, name): seen[name] for _, name in layers if name in seen}
-        seen.update(name for _, name in layers)
-        for copy in (each for (index, _), each in running().items() if index == stage and each is not module):
-            names |= {id(each): name for (_, each), (_, name) in zip(_inside(copy), layers, strict=True)}
-    return names, earlier
 
 
 def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -198,7 +198,7 @@ class TorchEngine(Engine):
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step
-            step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, self._seed)
+            step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, seed=self._seed)
             self._go(step)
             # [3] all processes exchange times and losses
             made = share(self.group, self.plan, step, self._clock)

@@ -395,7 +395,7 @@ def test_a_model_that_draws_nothing_has_no_generators_and_no_names(monkeypatch):
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), attention, nn.Dropout(0.5).eval(), nn.Linear(6, 6))
     x, y = plain.batch(8)
     with Pipeline(model, GPipe(5, 2), mse) as pipe:
-        for name in ("_Drawing.generator", "_layers"):
+        for name in ("_Drawing.generator", "_inside"):
             monkeypatch.setattr(f"pipelab.engine.stage.streams.{name}", Mock(side_effect=AssertionError))
         for mode in (model.train, model.eval):
             mode()

@@ -6,16 +6,51 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pipelab.engine.verify.reference import Counts, Evidence, Gradients, listed, shown
+from pipelab.engine.stage.batch import Reduction, join, join_outputs, split_batch
+from pipelab.engine.stage.pytree import described, map_tensors, named_leaves, rebuild, take_apart, tensors_of
+from pipelab.engine.stage.split_backward import custom_functions
+from pipelab.engine.verify.reference import (
+    NEARBY,
+    Counts,
+    Evidence,
+    Gradients,
+    NoSumError,
+    Reference,
+    least_of,
+    listed,
+    loss_of,
+    nearby_weights,
+    relative,
+    shares_of,
+    shown,
+    slopes_of,
+)
+
+WHOLE_BATCH_TOLERANCE = 1e-4
+"""Largest difference (2-norm, per parameter) from the whole batch's gradient, relative to the sum itself: generous,
+because a wrong weight is off by far more than rounding. Types that round more coarsely allow more."""
+
+CUT_BEFORE = "the micro-batches were cut before: there is no whole batch to compare with"
+_NOT_THE_SUM = (
+    "their sum is not the whole batch's: {} differs by {:.1e} (2-norm, relative to the sum), with slightly different "
+    "weights too\n{}"
+)
+
+_MOVE = 0.05
+"""How far to move weights to look again: far enough that residuals are no rounding errors, near enough that what is
+wrong with the present weights is wrong with those. Types that round more coarsely must move further."""
 
 
 class Finding(NamedTuple):
@@ -28,11 +63,12 @@ class Finding(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """What to say of a cause, what to try, and what finds it in the evidence where no counts do."""
+    """What to say of a cause, what to try, and what finds it: where no counts do, or in the batch at once."""
 
     words: str = ""
     hint: str = ""
     explains: Callable[[Evidence], object] | None = None
+    at_once: Callable[[Whole], object] | None = None
 
 
 # ── What counts say ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,12 +200,23 @@ def _norm_of_groups(e: Evidence) -> str:
     return f"{most:.4g}" if max(norms) < 1 and most <= 1.001 * min(norms.values()) else ""
 
 
-def _tied(e: Evidence) -> list[str]:
-    wrong = {e.trial.model.get_parameter(name) for name in e.wrong}
-    every = [(name, parameter) for name, parameter in e.trial.model.named_parameters(remove_duplicate=False)]
-    uses = Counter(parameter for _, parameter in every)
-    tied = all(uses[parameter] > 1 for parameter in wrong)
-    return [name for name, parameter in every if tied and parameter in wrong]
+def _tied(e: Evidence) -> str:
+    model, [name] = e.trial.model, e.wrong
+    weight = model.get_parameter(name)
+    uses = [use for use, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    layers = [(model.get_submodule(use.rpartition(".")[0]), use.rpartition(".")[2]) for use in uses]
+    try:
+        for layer, own in layers[1:]:
+            setattr(layer, own, nn.Parameter(weight.detach().clone()))
+        alone, _ = e.trial.each_alone(*e.batch)
+    finally:
+        for layer, own in layers:
+            setattr(layer, own, weight)
+    for use, (times, what) in product(uses, ((-1, "is lost"), (1, "counts twice"))):
+        its = torch.stack([gradients[use] for gradients in alone]).sum(0)
+        if len(uses) > 1 and e.rounding(Gradients({name: e.left[name] - e.plain[name] - times * its})):
+            return f"{', '.join(uses)} share a weight: the gradient of {use} {what}"
+    return ""
 
 
 def _decay(e: Evidence) -> str:
@@ -181,10 +228,13 @@ def _decay(e: Evidence) -> str:
 
 def _shift(e: Evidence) -> str:
     rows, (x, y) = e.sizes.rows, e.batch
-    for by in (rows[0], -rows[0], 1, -1):
-        shifted = e.trial.taken(y, range(by, by + sum(rows)))
-        if e.rounding(e.left - e.trial.plainly(x, shifted)):
-            return f"{abs(by)} {'further on' if by > 0 else 'before'}"
+    total, starts = sum(rows), [sum(rows[:m]) for m in range(len(rows))]
+    for by, inside in ((rows[0], 0), (-rows[0], 0), (1, 0), (-1, 0), (1, 1), (-1, 1)):
+        order: Iterable[int] = range(by, by + total)
+        if inside:
+            order = (start + (row + by) % many for start, many in zip(starts, rows, strict=True) for row in range(many))
+        if e.rounding(e.left - e.trial.plainly(x, e.trial.taken(y, order))):
+            return f"{abs(by)} {'further on' if by > 0 else 'before'}{', within its micro-batch' * inside}"
     return ""
 
 
@@ -199,14 +249,23 @@ def _swapped(e: Evidence) -> list[str]:
 
 
 def _border(e: Evidence) -> str:
-    layers = dict[str, set[bool]]()  # whether gradients of each are wrong
-    for name in e.plain:
-        layers.setdefault(name.rpartition(".")[0], set()).add(name in e.wrong)
-    states = [*layers.values()]
-    wrong = states.count({True})
-    if {False} not in states or states != [{True}] * wrong + [{False}] * (len(states) - wrong):
-        return ""
-    return [*layers][wrong]
+    wrong = _wrong_by_layer(e)
+    first = sum(wrong.values())
+    return [*wrong][first] if all([*wrong.values()][:first]) and first < len(wrong) else ""
+
+
+def _own(e: Evidence) -> bool:
+    wrong = [*_wrong_by_layer(e).values()]
+    return wrong[:1] + wrong[-1:] == [False, False]  # so what is passed back is right, and the loss
+
+
+def _wrong_by_layer(e: Evidence) -> dict[str, bool]:
+    """Return which layers have wrong gradients, if that is clear, without those whose gradients are nearly zero."""
+    layers, norms, off = dict[str, bool](), e.plain.norms, e.rest(e.ones)
+    for name in (name for name in e.plain if norms[name] > least_of(norms)):
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, False) or name in e.wrong
+    return {} if any(e.tolerance / 8 < off[name] for name in off.keys() - e.wrong) else layers
 
 
 def _random(e: Evidence) -> bool:
@@ -233,6 +292,251 @@ def _other_batch(e: Evidence) -> str:
 def _stale(e: Evidence) -> bool:
     left = e.trial.stepped(*e.batch, times=2.0)
     return e.rounding(left - e.left) or e.rounding(left - e.plain)
+
+
+# ── Why has the whole batch other gradients? ──────────────────────────────────────────────────────────────────────────
+
+
+class Difference(NamedTuple):
+    """How far the whole batch's gradients are; if too far, the cause's code, and where and why in words."""
+
+    size: float
+    nearby: bool  # whether with slightly different weights
+    code: str = ""
+    why: str = ""
+
+
+@dataclass
+class Whole:
+    """A batch at once, and its micro-batches: what the model makes of them."""
+
+    named: nn.Module  # the model, or its stages, with the layers' names
+    forward: Callable[[tuple[Any, Mapping[str, Any]]], Any]  # runs all of it
+    plain: Reference  # runs the micro-batches
+    x: tuple[Any, Mapping[str, Any]]  # the input and keywords
+    y: Any
+    reduction: Reduction | None
+    batch_dim: int
+    rewind: Callable[[], None]
+    allowed: float  # the largest difference that may be rounding
+
+    def difference(self, sums: Gradients) -> Difference:
+        """Compare these sums of the micro-batches' gradients, and look again if they differ too much.
+
+        Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
+        input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
+        difference is a fault if it is too large with most of some other weights.
+        """
+        least, wrong = self._compared(sums)
+        faults, looks = 0, NEARBY if wrong else 0
+        for seed in range(looks):
+            with nearby_weights([self.named], seed, max(_MOVE, 4 * self.allowed)):
+                self.rewind()
+                size, wrong = self._compared(self.plain.gradients())
+                least, faults = min(size, least), faults + bool(wrong)
+                if wrong and faults > NEARBY // 2:
+                    code, found = next(_found(self), ("rows-mixed", wrong[-1]))
+                    words = found if isinstance(found, tuple) else [found]
+                    why = said(code, *words, microbatches=len(self.plain.rows))
+                    return Difference(size, bool(looks), code, _NOT_THE_SUM.format(wrong[0], size, why))
+        return Difference(least, bool(looks))
+
+    def _compared(self, sums: Gradients) -> tuple[float, list[str]]:
+        """Return the largest difference with the weights as they are, and where it is too large, the largest first."""
+        self.rewind()
+        at_once = replace(self.plain, forward=self.forward, rows=[self.x], targets=[self.y], weights=[1.0])
+        whole = at_once.gradients()
+        off = relative((sums - whole).norms, whole.norms)
+        most = max(off, key=off.__getitem__)
+        wrong = [name for name, difference in off.items() if not difference <= self.allowed]
+        return off[most], [most, *wrong] if wrong else []
+
+    def out(self, given: Any) -> Any:
+        """Return the model's output."""
+        self.rewind()
+        with self.plain.around(), torch.no_grad():
+            return map_tensors(torch.clone, self.forward(given))
+
+    @cached_property
+    def whole(self) -> Any:
+        """The whole batch's output."""
+        return self.out(self.x)
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """The micro-batches' outputs."""
+        return [*map(self.out, self.plain.rows)]
+
+    @cached_property
+    def odd(self) -> list[bool]:
+        """For each tensor of the output, whether the micro-batches make another than the whole batch."""
+        return self.unlike(self.joined(self.parts), self.whole)
+
+    @cached_property
+    def cut(self) -> dict[int, int]:
+        """For each leaf of `x` that is cut, the dimension of its rows."""
+        found = dict[int, int]()
+        pairs = zip(take_apart(self.x)[0], take_apart(self.plain.rows[0])[0], strict=True)
+        for index, (whole, part) in enumerate(pairs):
+            if isinstance(whole, torch.Tensor) and whole.shape != part.shape:
+                found[index] = [*map(int.__ne__, whole.shape, part.shape)].index(True)
+        return found
+
+    def joined(self, outputs: list[Any]) -> Any:
+        """Return the micro-batches' outputs as one."""
+        return join_outputs(outputs, self.counts, self.batch_dim)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many rows each micro-batch has."""
+        leaf, dim = next(iter(self.cut.items()))
+        return [take_apart(rows)[0][leaf].shape[dim] for rows in self.plain.rows]
+
+    def first_rows(self, value: Any) -> Any:
+        """Return the first micro-batch's rows of an output."""
+        dim, rows = self.batch_dim, sum(self.counts)
+
+        def first(each: torch.Tensor) -> torch.Tensor:
+            return each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0])
+
+        return map_tensors(first, value)
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """Each micro-batch's weight in the loss of the batch; none if that is no weighted sum."""
+        try:
+            return shares_of(self.plain.loss_fn, self.parts, [*self.plain.targets], self.y, self.joined)
+        except NoSumError:
+            return []
+
+    def unlike(self, ours: Any, theirs: Any) -> list[bool]:
+        """Return, for each tensor of two values, whether they differ by more than rounding."""
+        return [
+            one.shape != other.shape or float((one - other).norm()) > self.allowed * float(other.norm())
+            for one, other in zip(*(map(_double, tensors_of(value)) for value in (ours, theirs)), strict=True)
+        ]
+
+    def feels(self, index: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+        """Return whether outputs of the first micro-batch's rows change with the later rows of a leaf of `x`."""
+        leaves, spec = take_apart(self.x)
+        first, later, last = leaves[index].split([self.counts[0], sum(self.counts[1:]) - 1, 1], self.cut[index])
+        leaves[index] = torch.cat([first, change(later, last), last], self.cut[index])
+        return any(self.unlike(*map(self.first_rows, (self.out(rebuild(leaves, spec)), self.whole))))
+
+    @cached_property
+    def backwards(self) -> tuple[list[str], list[Gradients]]:
+        """Autograd functions that are not PyTorch's; the gradients of the loss, by way of the output alone, of 0."""
+        self.rewind()
+        found = list[Gradients]()
+        with self.plain.around(), torch.enable_grad():
+            output = self.forward(self.x)
+            value = loss_of(self.plain.loss_fn, output, self.y).of(0, output)
+            ends = [each for each in tensors_of(output) if each.requires_grad]
+            slopes = torch.autograd.grad(value, ends, retain_graph=True, materialize_grads=True)
+            for outputs, starts in (([value], None), (ends, slopes), (ends, [*map(torch.zeros_like, ends)])):
+                torch.autograd.backward(outputs, starts, retain_graph=True)
+                found.append(Gradients.of(self.plain.parameters))
+                for parameter in self.plain.parameters.values():
+                    parameter.grad = None
+        return [*custom_functions(ends)], found
+
+
+def _spreads(e: Whole) -> tuple[object, ...]:
+    """Return shapes that the loss broadcasts: it pairs every output with every target, in any order."""
+    output, turned = e.whole, e.y.flip(0)
+    spread = torch.broadcast_shapes(output.shape, e.y.shape)
+    if output.numel() != e.y.numel() or spread.numel() == e.y.numel() or torch.equal(turned, e.y):
+        return ()
+    before, after = (e.plain.loss_fn(output, targets.to(output.device)) for targets in (e.y, turned))
+    shapes = list(output.shape), list(e.y.shape), str(list(output.shape))[1:-1]
+    return shapes if torch.allclose(before, after, rtol=1e-4) else ()
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
+
+
+def _pairs(e: Whole) -> bool:
+    rows = [1, e.counts[0] - 1]
+    output, target = (split_batch(each, rows, e.batch_dim)[0] for each in (e.parts[0], e.plain.targets[0]))
+    output = map_tensors(lambda each: each.clone().requires_grad_(each.is_floating_point()), output)
+    slopes = slopes_of(e.plain.loss_fn, output, target, [each for each in tensors_of(output) if each.requires_grad])
+    return not (e.shares or any(bool(each.nan_to_num().any()) for each in slopes))
+
+
+def _reduction(e: Whole) -> tuple[str, ...]:
+    reduction = repr(e.reduction) if isinstance(e.reduction, str) else "a function"
+    both = zip(e.shares, e.plain.weights, strict=True)
+    off = max(abs(one - other) / max(one, other) for one, other in both if one or other)
+    return (reduction, shown(e.plain.weights), shown(e.shares)) if off > max(1e-3, e.allowed) else ()
+
+
+def _state(e: Whole) -> str:
+    before = {name: each.clone() for name, each in e.named.named_buffers()}
+    e.rewind()
+    with e.plain.around(), torch.no_grad():
+        first, again = (map_tensors(torch.clone, e.forward(e.plain.rows[0])) for _ in range(2))
+    changed = (name for name, each in e.named.named_buffers() if not torch.equal(each, before[name]))
+    return next(changed, "an attribute") if any(e.unlike(first, again)) else ""
+
+
+def _other_dimension(e: Whole) -> tuple[object, ...]:
+    ours = e.batch_dim
+    other = 0 if ours else 1
+    pieces = split_batch(e.x, [1, tensors_of(e.x)[0].shape[other] - 1], other)
+    if not any(e.odd) or any(e.unlike(join([*map(e.out, pieces)], other), e.whole)):
+        return ()
+    layers = (name for name, each in e.named.named_modules() if getattr(each, "batch_first", 1) is False)
+    return ours, other, f": {name} has batch_first=False" if other and (name := next(layers, "")) else ""
+
+
+def _leaves(e: Whole) -> str:
+    named = named_leaves(e.x)
+    found = [named[i] for i in e.cut if any(e.odd) and e.feels(i, lambda later, last: last.expand_as(later))]
+    some = len(found) < len(e.cut) or not any(leaf.is_floating_point() for _, leaf in found)
+    names = [f"x{place} ({described(leaf)})".replace("x[0]", "x").replace("x[1]", "keywords") for place, leaf in found]
+    return listed(names) if len(e.cut) > 1 and some else ""
+
+
+def _auxiliary(e: Whole) -> tuple[str, ...]:
+    names = [f"output{place}" for place, leaf in named_leaves(e.whole) if isinstance(leaf, torch.Tensor)]
+    odd = [name for name, is_odd in zip(names, e.odd, strict=True) if is_odd]
+    return (listed(odd), listed([name for name in names if name not in odd])) if odd and not all(e.odd) else ()
+
+
+def _first_layer(e: Whole) -> str:
+    """Return the first layer that makes something else of the first micro-batch's rows alone."""
+    made = dict[nn.Module, list[Any]]()
+    with nn.modules.module.register_module_forward_hook(lambda layer, _, out: made.setdefault(layer, []).append(out)):
+        e.out(e.plain.rows[0]), e.out(e.x)
+    names = {layer: name for name, layer in e.named.named_modules()}
+    for layer, (alone, *_, whole) in made.items():
+        if any(e.unlike(alone, e.first_rows(whole))):
+            return names.get(layer) or "the model"
+    return ""
+
+
+def _branch(e: Whole) -> str:
+    numbers = [i for i, (_, leaf) in enumerate(named_leaves(e.x)) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    follows = not numbers or any(e.feels(i, lambda later, _: later * 1.01) for i in numbers)
+    return "" if follows else _first_layer(e)
+
+
+def _beside(e: Whole) -> str:
+    loss, along, _ = e.backwards[1]
+    left = (
+        f"{name}.{key}"
+        for name, part in e.named.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    )
+    off = relative((loss - along).norms, loss.norms)
+    return listed([*left]) or "what is no output" if max(off.values()) > e.allowed else ""
+
+
+def _injected(e: Whole) -> str:
+    functions, (*_, of_zero) = e.backwards
+    return (listed(functions) or "a hook") if any(bool(each.any()) for each in of_zero.values()) else ""
 
 
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,9 +601,7 @@ CAUSES = {
     ),
     "stage-twice": Cause("These layers run more often than the others: {}.", _CALLED_TWICE, _more_often),
     "clipped": Cause("Groups of gradients are clipped, each to a norm of {}.", _CLIP_ONCE, _norm_of_groups),
-    "tied-weights": Cause(
-        "{} share a weight: of one of them, its gradient is lost.", "add up the gradients of all", _tied
-    ),
+    "tied-weights": Cause("{}.", "add up the gradients of all, once", _tied),
     "weight-decay": Cause("The gradients contain {} times the weights.", "leave it to the optimizer", _decay),
     "other-targets": Cause("Outputs meet the targets of other rows: {}.", "number micro-batches in both", _shift),
     "swapped": Cause("Gradients are swapped: {}.", "look for a flat buffer that is cut in another order", _swapped),
@@ -311,12 +613,12 @@ CAUSES = {
     "other-batch": Cause("On another batch, the step {}.", "look for a batch of another step", _other_batch),
     "stale-weights": Cause("With new weights the step leaves older gradients: it computes with a copy.", _COPY, _stale),
     "random-numbers": Cause("With other random numbers, the step leaves other gradients.", _NOISE, _random),
-    "passed-back": Cause("From {0} to the loss all is right: what {0} passes back is wrong, or lost.", _BACK, _border),
-    "only-their-own": Cause(
-        "What they pass back is right, and their own gradients are wrong.",
-        _OWN,
-        lambda e: [*(e.plain.keys() - e.wrong)],
+    "passed-back": Cause(
+        "From {0} to the loss all is right: what {0} passes back is wrong or lost, or gradients before it are.",
+        _BACK,
+        _border,
     ),
+    "only-their-own": Cause("What they pass back is right, and their own gradients are wrong.", _OWN, _own),
     "unexplained": Cause(hint="look for another loss, and for a stage that computes something else"),
     "not-compared": Cause("The gradients could not be compared, as random numbers are drawn in another order: {}"),
     # what `verify` says of a pipeline
@@ -330,62 +632,74 @@ CAUSES = {
     ),
     "spread": Cause(
         "the output is {} and y is {}: the loss broadcasts them, every row of one against every row of the other",
-        "y.view({shape})",
+        "y.view({2})",
+        at_once=_spreads,
     ),
     "rows-mixed": Cause(
         "outputs and losses are equal: but {} and the layers before it have other gradients than with the whole batch",
         "look, from there to the loss, for a hook, or for an autograd function whose backward branches on values",
     ),
-    "reduction": Cause(
-        "reduction is {}, which weighs the micro-batches {}, and in loss_fn of the whole batch they weigh {}",
-        "reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch",
-    ),
     # what `verify` tries out, if the loss or the model is no sum over rows
     "pairs-of-rows": Cause(
         "loss_fn compares rows with each other: one row alone has no gradient, and a micro-batch has fewer pairs",
         f"{_ONE_BY_ONE}; or one micro-batch, or earlier rows without gradients to compare with",
+        at_once=_pairs,
     ),
     "loss-of-several-rows": Cause(
         "loss_fn of the whole batch is no weighted sum of the micro-batches': it takes a statistic of several rows, as "
         "an auxiliary loss does that balances experts",
         f"{_ONE_BY_ONE}; or a loss that is a mean or a sum over rows",
+        at_once=lambda e: not e.shares,
+    ),
+    "reduction": Cause(
+        "reduction is {}, which weighs the micro-batches {}, and in loss_fn of the whole batch they weigh {}",
+        "reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch",
+        at_once=_reduction,
     ),
     "state-between-calls": Cause(
         "{} changes in a forward, and with it the next output: micro-batches are several calls, the whole batch is one",
         f"update it once a step, after the last backward; or {_ONE_BY_ONE}",
+        at_once=_state,
     ),
     "sequence-first": Cause(
         "x is cut along dimension {}, and the model is right for parts of it along dimension {}{}",
         "Pipeline(..., batch_dim=1), if x is [tokens, rows, ...]; batch_first=True, if it is [rows, tokens, ...]",
+        at_once=_other_dimension,
     ),
     "not-by-rows": Cause(
         "rows of the output depend on other rows of {}: part of it means something else than all of it",
         "pipelab.whole(...) around what every micro-batch needs all of, such as a mask; or "
         "pipelab.microbatches([...]), each with its own offsets",
+        at_once=_leaves,
     ),
     "auxiliary-output": Cause(
         "{} depends on the other rows of its micro-batch, and {} does not: an auxiliary loss, as one that balances "
         "experts, is another one for each micro-batch",
         _ONE_BY_ONE,
+        at_once=_auxiliary,
     ),
     "branch": Cause(
         "{} has other values for the same rows in the whole batch, and does not follow small changes of its other "
         "rows: it branches on values",
         "a decision for each row, such as torch.where",
+        at_once=lambda e: any(e.odd) and _branch(e),
     ),
     "statistic": Cause(
         "{} is the first layer that gives the same rows other values in the whole batch: a mean or another statistic "
         "of several rows",
         f"a statistic of each row; or {_ONE_BY_ONE}",
+        at_once=lambda e: any(e.odd) and _first_layer(e),
     ),
     "loss-beside": Cause(
         "the loss depends on {}, beside the model's output, and is no weighted sum over micro-batches",
         f"return it with the output, so that it passes through the stages; {_ONE_BY_ONE}",
+        at_once=_beside,
     ),
     "injected": Cause(
         "{} adds a gradient in the backward that is not the loss's: as much for each of the {microbatches} "
         "micro-batches as for the whole batch",
         f"multiply it by the micro-batch's share of the batch, 1/{{microbatches}}; then {_ONE_BY_ONE}",
+        at_once=_injected,
     ),
     "not-finite-at": Cause(
         "micro-batch {} is the first that makes one{}",
@@ -402,15 +716,22 @@ def finding(code: str, *found: object, factor: float | None = None, microbatches
 
 def said(code: str, *found: object, **more: object) -> str:
     """Return a cause of the table and what to try, as the lines of an error."""
-    words, hint = CAUSES[code].words.format(*found, **more), CAUSES[code].hint.format(**more)
+    words, hint = (text.format(*found, **more) for text in CAUSES[code][:2])
     return (f"  {words}\n" if words else "") + f"  try: {hint}"
 
 
 def cause_of(evidence: Evidence, share: str) -> Finding:
     """Return the first cause that the evidence shows, or none; `share` says how much no counts explain."""
-    for code, cause in CAUSES.items():
-        with suppress(Exception):  # a step that does not run again, a loss that takes no other targets
-            if found := cause.explains and cause.explains(evidence):
-                words = cause.words.format(listed(found) if isinstance(found, list) else found)
-                return Finding(code, f"{share}\n{words}")
+    for code, found in _found(evidence):
+        words = CAUSES[code].words.format(listed(found) if isinstance(found, list) else found)
+        return Finding(code, f"{share}\n{words}")
     return Finding("unexplained", share)
+
+
+def _found(e: Evidence | Whole) -> Iterator[tuple[str, Any]]:
+    """Yield each cause that is found, and what was found."""
+    for code, cause in CAUSES.items():
+        with suppress(Exception):  # a model, a loss or a step that does not take what is tried
+            look: Any = cause.at_once if isinstance(e, Whole) else cause.explains
+            if found := look and look(e):
+                yield code, found

@@ -23,10 +23,21 @@ from torch import nn
 
 from pipelab.engine.stage.batch import Reduction, counts_of, ready_counts, rows_of
 from pipelab.engine.stage.errors import in_short
+from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
 from pipelab.engine.stage.streams import LOSS, latest
-from pipelab.engine.verify.causes import CAUSES, Cause, Finding, cause_of, finding, named
+from pipelab.engine.verify.causes import (
+    CAUSES,
+    CUT_BEFORE,
+    WHOLE_BATCH_TOLERANCE,
+    Cause,
+    Finding,
+    Whole,
+    cause_of,
+    finding,
+    named,
+)
 from pipelab.engine.verify.reference import (
     ANEW,
     NEARBY,
@@ -36,6 +47,8 @@ from pipelab.engine.verify.reference import (
     LossFunction,
     Sizes,
     Trial,
+    coarse_in,
+    least_of,
     listed,
     nearby_weights,
     products,
@@ -44,7 +57,6 @@ from pipelab.engine.verify.reference import (
     seen,
     unproven_of,
 )
-from pipelab.engine.verify.whole import CUT_BEFORE, Whole
 from pipelab.errors import UsageError
 
 _TOLERANCE = 1e-3
@@ -211,7 +223,10 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     if coarse:  # the step's own: plain training in other types would differ by more than its rounding
         trial = replace(trial, types=frozenset(coarse))
         alone, shares = trial.each_alone(*batch)
-    types = during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
+    loud = [name for name, norm in left.norms.items() if norm > least_of(left.norms)]
+    casts = {kind for name in loud for kind in coarse_in(left[name]) - coarse_in(alone[0][name])}
+    casts |= {kind for _, kind in during.casts - before.casts}
+    types = casts | during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
     plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(types))
@@ -279,32 +294,30 @@ def _at_once(e: Evidence, right: Diagnosis) -> Diagnosis:
     if any(ready_counts(given, "", len(trial.rows), trial.batch_dim) for given in (x, y)):
         unproven += (CUT_BEFORE,)
     if not unproven:
-        run = lambda given: trial.run(given[0])  # noqa: E731 - beside it, a pipeline has keywords
         plain = trial.reference(x, y, e.sizes.shares)
+        run = lambda given: trial.run(given[0])  # noqa: E731 - beside it, a pipeline has keywords
         plain = replace(plain, rows=[(rows, {}) for rows in plain.rows], forward=run)
-        of_model = trial.model, run, trial.loss_fn, trial.reduction, trial.batch_dim
+        allowed, (x, y) = max(WHOLE_BATCH_TOLERANCE, rounding_of(e.types)), unmarked(e.batch)
         trial.rewind()
         try:
-            found = Whole(*of_model, (x, {}), y, plain, trial.rewind, e.types).difference(plain.gradients())
+            whole = Whole(trial.model, run, plain, (x, {}), y, trial.reduction, trial.batch_dim, trial.rewind, allowed)
+            found = whole.difference(plain.gradients())
         except Exception as error:  # noqa: BLE001 - it ran on each micro-batch
             unproven = (f"the model does not take the whole batch ({in_short(error)})",)
         else:
-            if not found.name:
-                return right
-            off = f"{found.name} differs by {found.size:.1%} of its gradient"
-            first, *more = right.sentence.splitlines()
-            first = f"{first[:-1]}: right for these micro-batches, not for the batch, where {off}."
-            return replace(right, code=found.code, sentence="\n".join([first, *more, found.why]))
+            words = f"{right.sentence}\nRight for these micro-batches, not for the batch: {found.why}"
+            return replace(right, code=found.code, sentence=words) if found.why else right
     return replace(right, sentence="\n".join([right.sentence, *(f"not verified: {each}" for each in unproven)]))
 
 
 def _explained(e: Evidence, names: list[str], silent: list[str]) -> tuple[Diagnosis, list[str]]:
     """Explain the wrong gradients, and all others that the explanation fits; return which it leaves silent."""
     counts = e.fit(names)
-    left = e.rest(counts.numbers)
+    left, before = e.rest(counts.numbers), e.rest(e.ones)
     worst = max(names, key=lambda name: left[name])
-    if left[worst] > e.tolerance:
-        wrong, strict = [*names, *silent], min(e.tolerance, left[worst] / 8)  # an explanation leaves little
+    little = 1 / 2 if e.tolerance > _TOLERANCE else 1 / 8  # an explanation leaves little, and rounding may be much
+    if left[worst] > min(e.tolerance, little * max(before[name] for name in names)):
+        wrong, strict = [*names, *silent], min(e.tolerance, left[worst] / 8)
         factors = e.factors()
         more = replace(e, tolerance=strict, wrong={name: factors[name] for name in e.tables if name in wrong})
         found = cause_of(more, share := f"{left[worst]:.1%} of the gradient of {worst} comes from no micro-batch.")

@@ -61,6 +61,9 @@ _OFF = 0.1
 _MOST_TIMES = 8
 """A micro-batch that seems to count more often than this does not count a whole number of times."""
 
+_FEW, _SOME = 3, 1 << 10
+"""So few numbers may be those of a coarse type by chance; so many are looked at."""
+
 _AT_ONCE = 1 << 20
 """How many elements of a gradient are in double precision at the same time."""
 
@@ -362,6 +365,7 @@ class Seen:
     modes: set[tuple[str, bool]] = field(default_factory=set)  # the layers that ran, and whether in training
     ran: list[tuple[str, int]] = field(default_factory=list)  # the layers, and how many numbers they gave each time
     changed: set[str] = field(default_factory=set)  # the layers that ran after their weights had changed
+    casts: set[tuple[str, torch.dtype]] = field(default_factory=set)  # the layers that get numbers of a coarse type
 
     def times(self, other: Seen) -> dict[str, float]:
         """Return how many times as many numbers as there each layer gave that ran here and there."""
@@ -381,11 +385,19 @@ def seen(modules: Sequence[nn.Module]) -> Iterator[Seen]:
     found = Seen()
     versions = {id(each): each._version for module in modules for each in module.parameters()}  # noqa: SLF001
 
-    def note(name: str, layer: nn.Module, _: object, output: object) -> None:
+    def note_cast(name: str, got: torch.Tensor) -> None:
+        found.casts.update((name, kind) for kind in coarse_in(got))
+
+    def note(name: str, layer: nn.Module, given: object, output: object) -> None:
         made = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         found.types.update(tensor.dtype for tensor in made)
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 - run again for a backward
             return
+        for tensor in tensors_of(given):
+            note_cast(name, tensor)
+        for tensor in made:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(note_cast, name))
         found.modes.add((name, layer.training))
         found.ran.append((name, sum(tensor.numel() for tensor in made)))
         if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
@@ -397,6 +409,15 @@ def seen(modules: Sequence[nn.Module]) -> Iterator[Seen]:
             if not any(layer.children()):
                 stack.callback(layer.register_forward_hook(partial(note, name)).remove)
         yield found
+
+
+def coarse_in(tensor: torch.Tensor) -> set[torch.dtype]:
+    """Return the coarse type that has all numbers of a tensor of a finer type: it was cast, and cast back."""
+    if type(tensor) is not torch.Tensor or tensor.dtype not in (torch.float32, torch.float64):
+        return set()  # of a tracer, say
+    some = tensor.detach().flatten()[:_SOME]
+    kinds = (kind for kind in (torch.bfloat16, torch.float16) if torch.equal(some.to(kind).to(some.dtype), some))
+    return {kind for kind in islice(kinds, 1) if len(some[some != 0].unique()) > _FEW}
 
 
 class Number(NamedTuple):

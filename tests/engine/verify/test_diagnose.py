@@ -448,6 +448,27 @@ def test_what_is_wrong_in_bfloat16_is_named_wherever_autocast_is(where, counts, 
     assert (found.code, found.microbatches) == (code, microbatches), found
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cast", ["sent", "sent back", "added up"])
+def test_numbers_that_were_cast_on_their_way_round_as_their_type_does(kind, cast):
+    model = plain.mlp(6)
+    there = lambda value: value.to(kind).to(value.dtype)  # noqa: E731
+
+    def step(x, y, late=0.0):
+        for rows, targets in pieces(x, y, 4):
+            value = model[:4](rows)
+            given = (there(value) if cast == "sent" else value).detach().requires_grad_()
+            (mse(model[4:](given), targets + late) / 4).backward()
+            value.backward(there(given.grad) if cast == "sent back" else given.grad)
+        for parameter in model.parameters() if cast == "added up" else ():
+            parameter.grad = there(parameter.grad)
+
+    found = found_in(step, model, 24, microbatches=4)
+    assert found.code == "right"
+    assert found.residual < 1e-3 or str(kind).removeprefix("torch.") in str(found)
+    assert found_in(lambda x, y: step(x, y, 1.0), model, 24, microbatches=4).code != "right"
+
+
 def test_a_wrong_step_in_float32_is_not_taken_for_rounding():
     model = plain.mlp(4)
     found = found_in(lambda x, y: mse(model(x), y + 1e-2 * y.roll(1, 0)).backward(), model, 24, microbatches=6)

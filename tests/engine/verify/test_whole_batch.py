@@ -198,8 +198,8 @@ def test_diagnose_says_that_a_step_is_right_for_its_micro_batches_and_not_for_th
     if case == "a sum":  # the step weighs its micro-batches as the loss does
         assert (found.code, len(str(found).splitlines())) == ("right", 1)
         return
-    fact, cause, hint = str(found).splitlines()
-    assert "right for these micro-batches, not for the batch" in fact
+    _, fact, cause, hint = str(found).splitlines()
+    assert fact.startswith("Right for these micro-batches, not for the batch: their sum is not the whole batch's: ")
     assert found.code in CAUSES
     assert re.search(told, cause)
     assert hint.startswith("  try: ")

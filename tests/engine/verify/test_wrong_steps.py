@@ -1,4 +1,4 @@
-"""Twenty-five wrong training steps besides those in `test_diagnose`: `diagnose` names the cause of 23 of them.
+"""Wrong training steps besides those in `test_diagnose`: `diagnose` names the cause of all but two of them.
 
 Each function makes one wrong step. Its docstring says what the step does wrong, as its author would find out later.
 """
@@ -259,7 +259,7 @@ def a_skip_connection_detached(model, x, y):
     right(model, x, y, runs=lambda rows: model(rows, torch.Tensor.detach))
 
 
-@wrong("only-their-own", "wrong, no multiple: 0.weight", SIX)
+@wrong("passed-back", "or gradients before it are", SIX)
 def activations_overwritten(model, x, y):
     """A buffer is used again: a stage's backward reads the input of the next micro-batch."""
     buffer = torch.empty(ROWS // MANY, 6)
@@ -285,6 +285,23 @@ def tied_weights_lost(model, x, y):
         return nn.functional.linear(hidden, model.head.weight.detach()).transpose(1, 2)
 
     right(model, x, y, nn.CrossEntropyLoss(), apart)
+
+
+@wrong(
+    "tied-weights",
+    "the gradient of head.weight counts twice",
+    Tied,
+    **dict(zip("xy", words(), strict=True)),
+    loss=nn.CrossEntropyLoss(),
+)
+def tied_weights_counted_twice(model, x, y):
+    """The gradient of the head's weight is sent to the embedding, which is the same weight."""
+
+    def twice(tokens):
+        hidden, weight = torch.tanh(model.hidden(model.embed(tokens))), model.head.weight
+        return nn.functional.linear(hidden, 2 * weight - weight.detach()).transpose(1, 2)
+
+    right(model, x, y, nn.CrossEntropyLoss(), twice)
 
 
 @wrong("swapped", "0.bias has 2.bias's", SIX)
@@ -317,6 +334,18 @@ def dropout_that_was_switched_off(model, x, y):
 def targets_of_the_next_microbatch(model, x, y):
     """Outputs leave the pipeline one micro-batch late, and meet the targets of the next."""
     right(model, x, y.roll(-ROWS // MANY, 0))
+
+
+@wrong("other-targets", "1 before, within its micro-batch")
+def targets_rolled_within_their_microbatch(model, x, y):
+    """Each micro-batch's targets are one row late; the last layer's bias is right, as it adds up all rows."""
+    right(model, x, torch.cat([targets.roll(1, 0) for targets in y.chunk(MANY)]))
+
+
+@wrong("unexplained", "right: 4.bias", functools.partial(plain.mlp, 5))
+def targets_in_an_order_that_is_not_tried(model, x, y):
+    """Targets are shuffled: that a bias is right, which adds up all rows, is no hint at the other gradients."""
+    right(model, x, torch.cat([targets[[2, 0, 3, 1]] for targets in y.chunk(MANY)]))
 
 
 @wrong("unexplained", "comes from no micro-batch")

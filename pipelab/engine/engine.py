@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -18,12 +18,13 @@ from pipelab.engine.device import RankDevice, RankStream, StepClock, here
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, join
+from pipelab.engine.stage.errors import PARTIAL
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.streams import StepStreams, Streams, thread
-from pipelab.engine.stage.updates import MakeOptimizer, UpdatingStage
+from pipelab.engine.stage.updates import MakeOptimizer
 from pipelab.errors import EngineError, StageError
 from pipelab.plan.actions import Action
 from pipelab.plan.plan import Plan
@@ -57,18 +58,6 @@ class Engine(ABC):
     random: Streams  # the random numbers of steps
     intra_op_threads: int  # how many processor threads each operation on a CPU rank uses
     transport: Transport = "buffered"  # what waits for what among the values between ranks: see `simulate`
-
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Return a context in which a plan's updates leave the weights as they are."""
-        updating = [each for each in self.runners.of.values() if isinstance(each, UpdatingStage)]
-        for each in updating:
-            each.frozen = True
-        try:
-            yield
-        finally:
-            for each in updating:
-                each.frozen = False
 
     def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part) -> None:  # noqa: ARG002 - one process
         """Compare a call with the other processes', and complete the parts of its batch; all raise what is wrong."""
@@ -178,10 +167,12 @@ class StepState:
         self.outputs = [None] * len(self.inputs)
 
     @property
-    def has_added(self) -> bool:
-        """Whether an action that adds to the gradients of parameters has begun."""
-        begun = (action.traits for each in self.ranks for action in each.actions[: each.position + each.computing])
-        return any(each.weight_grad or each.collective for each in begun)
+    def left(self) -> str:
+        """What the actions that have begun leave in the model, if anything."""
+        begun = [action.traits for each in self.ranks for action in each.actions[: each.position + each.computing]]
+        updated = self.loss is not None and self.loss.updates and any(each.updates for each in begun)
+        added = PARTIAL * any(each.weight_grad or each.collective for each in begun)
+        return added + "; the updates (U) that it ran stay in the weights" * updated
 
 
 def run_action(
@@ -192,17 +183,16 @@ def run_action(
     Backwards and updates run outside of the caller's autocast, as in plain training.
     """
     kept, mark = rank.kept[stage.index], rank.stream.mark
-    had_nan = step.watch_nan and _batch_has_nan(action, stage, given)
+    reads = step.watch_nan and stage.is_first and action.traits.forward  # and may write into what it reads
+    had_nan = reads and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
     rank.computing = True
     here.began = mark()
     rank.begun.append(here.began)
     traits = action.traits
+    plainly = step.caller.autocast_off() if step.caller.autocast and traits.in_flight <= 0 else nullcontext()
     thread.draws_for = step.streams, stage.index, action
     try:
-        if step.caller.autocast and traits.in_flight <= 0:
-            with step.caller.autocast_off():
-                made = act(microbatch, given, kept, step.loss)
-        else:
+        with plainly:
             made = act(microbatch, given, kept, step.loss)
     finally:
         thread.draws_for = None
@@ -316,11 +306,6 @@ class Step:
 # ── NaN and infinity in an action's output ────────────────────────────────────────────────────────────────────────────
 
 
-def _batch_has_nan(action: Action, stage: Stage, given: Any) -> bool:
-    """Return whether the batch has NaN already, before the first stage writes into it."""
-    return action.traits.forward and stage.is_first and any(bool(tensor.isnan().any()) for tensor in tensors_of(given))
-
-
 def _refuse_nan(
     rank: int, action: Action, stage: Stage, made: Any, loss: torch.Tensor | None, *, had_nan: bool
 ) -> None:
@@ -328,7 +313,8 @@ def _refuse_nan(
         looked_at = [("output", made), ("loss", loss if stage.is_last else None)]
     else:
         named = ((stage.names.get(name, name), each) for name, each in stage.module.named_parameters())
-        looked_at = [("input gradient", made), *((f"gradient of {name}", each.grad) for name, each in named)]
+        what = "new weight" if action.traits.updates else "input gradient"
+        looked_at = [(what, made), *((f"gradient of {name}", each.grad) for name, each in named)]
     for what, value in looked_at:
         found = _found(value)
         if found is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,8 +83,9 @@ class Pipeline:
             joined along it too, where they have rows there. `pipelab.rows` marks a tensor with its rows elsewhere.
         optimizer: for a plan with updates (`U`) and `engine="threads"`: makes the optimizer of one stage from its
             parameters, such as `partial(torch.optim.SGD, lr=0.1)`. An update applies the gradients of its micro-batches
-            and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Without it,
-            updates change nothing, and a step adds up gradients as any other.
+            and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Those that no
+            update takes add to `.grad`. Updates move weights to new memory: a `state_dict()` taken before a step may
+            have the earlier ones. Without an optimizer, updates change nothing, and a step adds up all gradients.
         all_reduce_runs: with `engine="torch"`: `"in-row"`, a rank waits at each `R` for the sum of the gradients; or
             `"beside"`, it goes on, and waits for all sums at the step's end.
 
@@ -150,10 +152,11 @@ class Pipeline:
         require_legal(self.plan)
         _require_runnable(self.plan, engine, sequence_dim)
         self.plan = self.plan.reducing(beside=all_reduce_runs == "beside")
+        self._updates = optimizer is not None
+        if self._updates and "U" not in self.plan.bound.kinds:
+            raise UsageError(f"optimizer= is for updates (U): {self.plan.name} has none\n  try: your own, after a step")
         require_loss(loss_fn, reduction)
-        self.loss_fn = loss_fn
-        self.reduction = reduction
-        self.watch_nan = watch_nan
+        self.loss_fn, self.reduction, self.watch_nan = loss_fn, reduction, watch_nan
         _require_dimensions(batch_dim, sequence_dim)
         self.cut = Cut(self.plan, sequence_dim, batch_dim or 0)
         self.stages = split(model, into=self.plan.stages)
@@ -179,8 +182,7 @@ class Pipeline:
             runner.names = self.stages.names[stage]
             runner.earlier = self.cut.earlier
         self._one_at_a_time = threading.RLock()  # an RLock, as the thread that holds it gets an error, not a wait
-        self._running = False
-        self._warned_of_nan = False
+        self._process, self._running, self._warned_of_nan = os.getpid(), False, False
         self._warned = False  # of a loss that does not average over rows: once is enough
 
     def step(
@@ -201,7 +203,7 @@ class Pipeline:
                 (`is_last`) needs none.
             scaler: pass it instead of calling `scaler.scale(loss).backward()`: pipelab multiplies gradients by its
                 scale, but not the loss. Call `scaler.unscale_`, `step` and `update` as usual. If gradients overflow in
-                one process, the scalers of all processes skip the step.
+                one process, the scalers of all processes skip the step. A plan with updates takes none.
             keywords: values by name, cut as `x` is: each stage's module gets those that its `forward` names, beside
                 its input. Of several processes, each needs those of its own stages.
 
@@ -216,7 +218,7 @@ class Pipeline:
             StepTimeoutError: if there was no progress for `timeout` seconds.
             RankError: if another process failed or ended.
             SplitError: if a layer of the model was replaced, or a parameter of a traced model.
-            UsageError: if the pipeline was closed, inside `torch.no_grad()`, or in a signal handler that interrupts it.
+            UsageError: if the pipeline was closed or forked, in `torch.no_grad()`, or in a signal handler of a step.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -224,11 +226,15 @@ class Pipeline:
                 "  try: loss_fn(pipe.forward(x), y) for the loss alone"
             )
         if scaler is None or not scaler.is_enabled():
-            state, loss = self.run(x, y, keywords)
+            state, loss = self.run(x, y, keywords, updates=True)
+        elif self._updates:
+            raise UsageError(
+                f"{self.plan.name} updates weights within the step (U), with gradients that scaler has multiplied by "
+                f"{scaler.get_scale():g}\n  try: autocast with bfloat16, which needs no scaler; or a plan without U"
+            )
         else:
             own = list(self.parameters())
-            one = torch.ones((), device=own[0].device)
-            scale = float(scaler.scale(one))
+            scale = float(scaler.scale(torch.ones((), device=own[0].device)))
             state, loss = self.run(x, y, keywords, scale=scale)
             if own[-1] is self._nothing:
                 self._nothing.grad = torch.zeros_like(self._nothing)  # a scaler refuses an optimizer without gradients
@@ -247,12 +253,12 @@ class Pipeline:
         return Step(total, state, self.plan, tuple(self.engine.labels))
 
     def run(
-        self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None, scale: float = 1.0
+        self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None, **of_loss: Any
     ) -> tuple[StepState, Loss]:
         """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
         inputs, targets, named = self._cut(x, y, keywords, only)
         with self._alone("step(x, y)", named, inputs, targets) as caller:
-            loss = Loss(self.loss_fn, targets.pieces, targets.weights, scale, targets.ways)
+            loss = Loss(self.loss_fn, targets.pieces, targets.weights, ways=targets.ways, **of_loss)
             state = self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan)
             state.counts, state.joined = inputs.counts, partial(self.cut.joined, inputs=inputs)
             return state, loss
@@ -337,6 +343,11 @@ class Pipeline:
 
         All processes have agreed on the call and the batch, and the stages are ready for it.
         """
+        if self._process != os.getpid():
+            raise UsageError(
+                f"{call}: this pipeline's workers are in process {self._process}, not in its fork {os.getpid()}\n"
+                "  try: make the pipeline after the fork"
+            )
         with self._one_at_a_time:
             if self._running:
                 raise UsageError(
@@ -385,8 +396,7 @@ class Pipeline:
             UsageError: if `against` has another value.
         """
         _require_one_of(["batch", "microbatches"], against=against)
-        with self.engine.frozen():
-            return verify(self._assembly, x, y, keywords, at_once=against == "batch")
+        return verify(self._assembly, x, y, keywords, at_once=against == "batch")
 
     def memory(
         self,
@@ -414,10 +424,7 @@ class Pipeline:
         """
         plan, batch = alone_on_ranks(self._assembly, x, y, keywords)
         settings: dict[str, Any] = {"reduction": self.reduction, "batch_dim": self.cut.batch_dim}
-        with (
-            self.engine.frozen(),
-            Pipeline(self.stages.modules, plan, self.loss_fn, self.engine.stage_devices, **settings) as alone,
-        ):
+        with Pipeline(self.stages.modules, plan, self.loss_fn, self.engine.stage_devices, **settings) as alone:
             return stage_memory(alone._assembly, batch, optimizer)
 
     def memory_use(
@@ -455,8 +462,7 @@ class Pipeline:
             StageError: if a stage or the loss raised.
             UsageError: if `engine` is not `"threads"`, or inside hooks on saved tensors.
         """
-        with self.engine.frozen():
-            return step_memory(self._assembly, x, y, keywords, optimizer)
+        return step_memory(self._assembly, x, y, keywords, optimizer)
 
     @property
     def _assembly(self) -> Assembly:

@@ -42,12 +42,12 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, Engine, RankState, Settings, StepState, describe, run_action
 from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.errors import PARTIAL, stage_error
+from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners, accumulate
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.streams import Streams
-from pipelab.engine.stage.updates import UpdatingStage
+from pipelab.engine.stage.updates import add_optimizers
 from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
 from pipelab.errors import StepTimeoutError, UsageError
 from pipelab.plan.actions import Action
@@ -73,15 +73,13 @@ class ThreadsEngine(Engine):
         self.devices = rank_devices(settings.devices, plan.ranks)
         on = [each.device for each in self.devices]
         self.runners = Runners(stages.modules, plan.replicas, on, settings.replicated_buffers)
-        if settings.optimizer is not None:
-            for (stage, rank), runner in self.runners.of.items():
-                if updates := plan.bound.listed("U", stage):
-                    self.runners.of[stage, rank] = UpdatingStage(runner, plan.stages, settings.optimizer, updates)
-        for (stage, _), runner in self.runners.of.items():
-            runner.recomputed = {*plan.bound.listed("C", stage)}
         self.stage_devices = [on[ranks[0]] for _, ranks in sorted(plan.replicas.items())]
         self.local_stages = range(plan.stages)
         stages.place(self.stage_devices)
+        if settings.optimizer is not None:
+            add_optimizers(self.runners, stages.modules, plan.bound, settings.optimizer)
+        for (stage, _), runner in self.runners.of.items():
+            runner.recomputed = {*plan.bound.listed("C", stage)}
         self.streams = rank_streams(self.devices)
         self.random = Streams(stages.named, on)
         self._rows = instructions(plan.bound, self.runners.of, self.streams, backward=True)
@@ -177,7 +175,7 @@ class ThreadsEngine(Engine):
         with suppress(RuntimeError):  # a GPU that failed may say so here once more
             finish(self.streams)  # what the ranks have launched goes on: the caller's zero_grad() must come after
         if not given_up:
-            return PARTIAL if step.has_added else ""
+            return step.left
         return (
             f"rank {', '.join(map(str, given_up))} did not come back and was given up: an operation that ends later "
             "may still add to gradients, so make a new pipeline before you trust them"

@@ -10,7 +10,6 @@ from typing import Any
 from pipelab.checking.checker import require_legal
 from pipelab.errors import FormatError
 from pipelab.plan.actions import FINITE, Action, finite
-from pipelab.plan.binding import After
 from pipelab.plan.fault import ScheduleError, shorten
 from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer
@@ -74,9 +73,13 @@ def _plan(data: dict[str, Any], name: str) -> Plan:
     data = {"stages": read.stages, "microbatches": read.microbatches, **data}
     stages, microbatches = (_field(data, key, int) for key in ("stages", "microbatches"))
     slices = data.get("after")
-    after: After | None = None if slices is None else lambda microbatch, stage: slices[microbatch][stage]
+    after = None if slices is None else partial(_entry, slices)
     only = data["passes"] == "forwards"
     return plan_of(read.written, stages, microbatches, name, after=after, forwards_only=only)
+
+
+def _entry(table: Sequence[Sequence[Any]], row: int, column: int) -> Any:
+    return table[row][column]
 
 
 def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int, name: str, **more: Any) -> Plan:

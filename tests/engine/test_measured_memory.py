@@ -147,8 +147,8 @@ def test_a_measured_step_makes_the_same_gradients_bit_for_bit(monkeypatch, name)
     pipe, x, y = small(pipelab.schedules[name](2, 4))
     gradients = []
 
-    def run(*args):  # for measuring restores the gradients when it ends
-        made = Pipeline.run(pipe, *args)
+    def run(*args, **more):  # for measuring restores the gradients when it ends
+        made = Pipeline.run(pipe, *args, **more)
         gradients.append([each.grad.clone() for each in pipe.parameters()])
         return made
 

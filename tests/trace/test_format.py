@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -103,6 +104,14 @@ def test_a_simulator_that_knows_nothing_of_pipelab_gives_the_same_times(name):
     theirs = Trace.from_dict(written_elsewhere(json.loads(json.dumps(ours.to_dict()))))
     assert pipelab.diff(ours, theirs).first is None
     assert theirs.ends == tuple(map(pytest.approx, ours.ends))
+
+
+def test_a_trace_of_slices_can_be_pickled_also_after_it_was_read():
+    made = simulate(pipelab.Seq1F1B(2, 4, slices=2))
+    read = Trace.from_dict(json.loads(json.dumps(made.to_dict())))
+    read = pickle.loads(pickle.dumps(read))  # noqa: S301 - our own
+    assert pipelab.diff(made, read).first is None
+    assert [*read.plan.after(3, 1)] == [2]
 
 
 def test_the_first_action_that_differs_is_named_with_its_difference(pipelab_command, succeeds, folder):

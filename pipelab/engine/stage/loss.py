@@ -27,6 +27,7 @@ class Loss:
     weights: list[float]  # per micro-batch, the weight of its loss in the loss of the batch
     scale: float = 1.0  # what all gradients are multiplied by, for a `GradScaler`
     ways: Sequence[Way] = ()  # how each leaf of a target was cut
+    updates: bool = False  # whether updates (`U`) change weights
     values: list[torch.Tensor | None] = field(default_factory=list)  # without weight and history
 
     def __post_init__(self) -> None:

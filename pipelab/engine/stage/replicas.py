@@ -23,10 +23,11 @@ from torch import nn
 
 from pipelab.engine.stage.errors import PARTIAL
 from pipelab.engine.stage.inputs import taken
+from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import BufferSnapshot
 from pipelab.engine.stage.split_backward import leaves_of
-from pipelab.engine.stage.stage import Stage, State
+from pipelab.engine.stage.stage import Stage
 from pipelab.errors import EngineError
 
 Buffers = Literal["refuse", "lowest"]
@@ -121,17 +122,15 @@ class Runners:
 class _Replica(Stage):
     """Runs a copy of a stage."""
 
-    __slots__ = ("_is_apart", "_own", "_rank")
-
     def __init__(self, index: int, module: nn.Module, stages: int, rank: int) -> None:
         super().__init__(index, module, stages)
         self._own = module
         self._rank = rank
         self._is_apart = False
 
-    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], state: State | None = None) -> Any:
+    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None = None) -> Any:
         """Run one micro-batch forward; after the first one, check that it used the copy's own parameters."""
-        made = super()._run(microbatch, given, kept, state)
+        made = super()._run(microbatch, given, kept, loss)
         if not self._is_apart and torch.is_grad_enabled():
             used = leaves_of([tensor for tensor in tensors_of(made) if tensor.requires_grad])
             for name, parameter in self._own.named_parameters():
@@ -158,7 +157,7 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
         copies[id(part)] = object.__new__(type(part))
         for parameter in part._parameters.values():  # noqa: SLF001 - every step waits for this: parameters() is slow
             if parameter is not None and id(parameter) not in copies:
-                copies[id(parameter)] = alias(parameter, device)
+                copies[id(parameter)] = alias(parameter, parameter.detach().to(device))
         for buffer in part._buffers.values():  # noqa: SLF001
             if buffer is not None and id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().to(device, copy=True)
@@ -193,19 +192,18 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     return copies[id(value)]
 
 
-def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int]) -> None:
-    """Refuse hooks that need the whole gradient of a parameter: a rank's copy has a part of it."""
-    where = f"stage {stage} is on ranks {', '.join(map(str, ranks))}"
+def refuse_lost_hooks(stage: int, module: nn.Module, ranks: Sequence[int] = ()) -> None:
+    """Refuse hooks that need the whole gradient of a parameter: a rank's copy, or a version, has a part of it."""
+    where = f"is on ranks {', '.join(map(str, ranks))}" if ranks else "has updates (U)"
     for name, parameter in module.named_parameters():
-        what = "one rank, before those of all ranks are added up"
-        _refuse_whole_hooks(parameter, f"{where}, and its {name} has", what, "rank")
+        _refuse_whole_hooks(parameter, f"stage {stage} {where}, and its {name} has")
 
 
-def _refuse_whole_hooks(parameter: nn.Parameter, fact: str, what: str, place: str) -> None:
+def _refuse_whole_hooks(parameter: nn.Parameter, fact: str) -> None:
     if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - there is no public way to ask for hooks
         raise EngineError(
-            f"{fact} a post-accumulate-grad hook, which would see the gradient of {what} only\n"
-            f"  try: parameter.register_hook, which runs on every {place}"
+            f"{fact} a post-accumulate-grad hook, which would see a part of its gradient only\n"
+            "  try: parameter.register_hook, which runs on every part"
         )
 
 
@@ -257,16 +255,16 @@ class Tied:
     def __init__(self, parameter: nn.Parameter, places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
         self.parameter = parameter
         self.stages = tuple(places)
+        self.fact = f"stages {', '.join(map(str, places))} use one parameter, {next(iter(places.values()))[0][1]!r}"
         self._places = places
         self._aliases: dict[int, nn.Parameter] = {}
 
     def part(self, devices: Mapping[int, torch.device]) -> None:
         """Give each of these stages an alias on its device."""
-        name, where = self._places[self.stages[0]][0][1], ", ".join(map(str, self.stages))
-        _refuse_whole_hooks(self.parameter, f"stages {where} use one parameter, {name!r}, with", "one stage", "stage")
+        _refuse_whole_hooks(self.parameter, f"{self.fact}, with")
         for stage in self.stages:
             if stage in devices:
-                self._aliases[stage] = alias(self.parameter, devices[stage])
+                self._aliases[stage] = alias(self.parameter, self.parameter.detach().to(devices[stage]))
                 self._bind(stage, self._aliases[stage])
 
     def join(self) -> None:
@@ -313,9 +311,9 @@ def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def alias(own: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the same values, attributes and hooks, and no gradient."""
-    parameter = nn.Parameter(own.detach().to(device), own.requires_grad)
+def alias(own: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with these values, the same attributes and hooks, and no gradient."""
+    parameter = nn.Parameter(values, own.requires_grad)
     vars(parameter).update(vars(own))
     for hook in (own._backward_hooks or {}).values():  # noqa: SLF001 - there is no public way to ask for hooks
         parameter.register_hook(hook)

@@ -19,6 +19,7 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from pipelab.engine.stage.autograd import run_backward
 from pipelab.engine.stage.errors import layer_of
@@ -39,9 +40,6 @@ _HANDED_ON = -2
 
 RETURN_A_CLONE = "return a clone of any tensor that the stage writes into again"
 
-State = dict[str, torch.Tensor]
-"""Parameters or buffers, by name."""
-
 _NEVER: tuple[Callable[[], Any], int] = (lambda: None, 0)
 
 
@@ -53,19 +51,6 @@ class Stage:
     `earlier` has, by micro-batch, the earlier slices of its sequence, if sequences are cut into slices. `recomputed`
     has the micro-batches whose forward runs again (`C`). `keywords` has what the module takes by name, by micro-batch.
     """
-
-    __slots__ = (
-        "clones_input",
-        "earlier",
-        "index",
-        "is_first",
-        "is_last",
-        "keywords",
-        "module",
-        "names",
-        "recomputed",
-        "steps",
-    )
 
     def __init__(self, index: int, module: nn.Module, stages: int) -> None:
         self.index = index
@@ -83,13 +68,11 @@ class Stage:
     def forward(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch forward; return the output, which the next stage must detach."""
         again = microbatch in self.recomputed
-        output = (self._run_without_history if again else self._run)(microbatch, given, kept)
+        output = (self._run_without_history if again else self._run)(microbatch, given, kept, loss)
         if _RETURNED not in kept and loss is not None:  # without one, the torch engine learns shapes
             self.steps += 1
         _require_unwritten(output, kept.setdefault(_RETURNED, {}))
         if self.is_last:
-            if not again:
-                kept[microbatch] = (kept[microbatch][0], loss.of(microbatch, output))
             return map_tensors(torch.Tensor.detach, output)
         if self.steps == 1 and not again:  # only in the first step, and in `verify`: it waits for a GPU
             kept.setdefault(_HANDED_ON, {})[microbatch] = _checksums(output)
@@ -99,9 +82,8 @@ class Stage:
         """Run one micro-batch forward again (`C`) from its kept input, for `B`; what it writes into buffers is lost."""
         (given,) = kept.pop(microbatch)
         buffers = {name: each.clone() for name, each in self.module.named_buffers()}
-        output = self._run(microbatch, given, kept, buffers)
-        if self.is_last:
-            kept[microbatch] = (kept[microbatch][0], loss.of(microbatch, output))
+        with _reparametrize_module(self.module, buffers, tie_weights=True):
+            self._run(microbatch, given, kept, loss)
 
     def backward(self, microbatch: int, gradients: Any, kept: dict[int, Any], loss: Loss) -> Any:
         """Run one micro-batch backward (`B`); return the gradient of the stage's input."""
@@ -133,29 +115,25 @@ class Stage:
         """Run the rest of one micro-batch's backward (`W`): the gradients of the stage's weights."""
         weight_gradients(kept.pop(microbatch))
 
-    def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> None:
+    def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> Any:
         """Leave the weights as they are (`U`): without an optimizer, a step only adds up gradients."""
 
     def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
         """Run one micro-batch forward, without gradients."""
-        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
-            made = self._call(microbatch, map_tensors(torch.clone, given) if self.clones_input else given)
+        made = self._call(microbatch, given, kept)
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
         return made
 
-    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], state: State | None = None) -> Any:
-        """Return the output for one micro-batch, and keep it and the leaves of its input."""
+    def _run(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None = None) -> Any:
+        """Return the output for one micro-batch; keep the leaves of its input, and the output, or its loss."""
         leaves: list[torch.Tensor | None] = []
         if not self.is_first:
             given, leaves = _leaves(given)
-        if self.clones_input:
-            given = map_tensors(torch.clone, given)
-        with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
-            output = self._call(microbatch, given, state)
-        kept[microbatch] = (leaves, output)
+        output = self._call(microbatch, given, kept)
+        kept[microbatch] = (leaves, output if loss is None or not self.is_last else loss.of(microbatch, output))
         return output
 
-    def _run_without_history(self, microbatch: int, given: Any, kept: dict[int, Any]) -> Any:
+    def _run_without_history(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss) -> Any:
         """Return the output for one micro-batch, and keep the input for `C`."""
         before = _versions(given)
         with torch.no_grad():
@@ -175,14 +153,12 @@ class Stage:
         if receive is not None and self.keywords:
             self.keywords[microbatch] = receive(self.keywords[microbatch])
 
-    def _call(self, microbatch: int, entry: Any, state: State | None = None) -> Any:
-        """Return the module's output, with some tensors, by name, in place of the module's own."""
+    def _call(self, microbatch: int, entry: Any, kept: dict[int, Any]) -> Any:
+        if self.clones_input:
+            entry = map_tensors(torch.clone, entry)
         try:
-            named = self.keywords[microbatch] if self.keywords else {}
-            if state:
-                output = torch.func.functional_call(self.module, state, (entry,), named)
-            else:
-                output = self.module(entry, **named)
+            with forward_of(kept, microbatch, self.earlier[microbatch]) if self.earlier else nullcontext():
+                output = self.module(entry, **(self.keywords[microbatch] if self.keywords else {}))
         except Exception as error:
             if layer := layer_of(error, self.module, self.names):
                 error.add_note(f"in layer {layer}")

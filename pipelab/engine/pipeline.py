@@ -293,7 +293,9 @@ class Pipeline:
         """Cut what this process was given of a batch into micro-batches, and weigh their losses."""
         self.stages.require_same_parts()
         self.stages.require_no_lost_hooks()
-        inputs, targets = self._parts({"x": x, "y": y, **({"keywords": keywords} if keywords else {})})
+        named = dict(keywords) if isinstance(keywords, Mapping) else keywords  # what is none is refused
+        given = {"x": x, "y": y, "keywords": named or None}
+        inputs, targets, others = (self._part(name, given) for name in given)
         try:
             if targets.pieces:
                 _require_same_rows([inputs, targets])
@@ -305,37 +307,25 @@ class Pipeline:
         if only is not None:
             counted = self.cut.sequences[only]
             targets.weights = [weight if m in counted else 0.0 for m, weight in enumerate(targets.weights)]
-        return inputs, targets, self._keywords(keywords or {}, {"x": x, "y": y})
+        return inputs, targets, others
 
-    def _keywords(self, given: Mapping[str, Any], others: Mapping[str, Any]) -> Part:
-        """Cut keywords into micro-batches; refuse one that no stage takes."""
-        part = Part("keywords", here=True)
-        if given:
-            try:
-                require_taken(self.stages.modules, given)
-                named = dict(given)
-                return self.cut.keywords(named, self.cut.ready({**others, "keywords": named}))
-            except (BatchError, UsageError) as error:
-                part.error = error
-        return part
-
-    def _parts(self, given: Mapping[str, Any]) -> Iterator[Part]:
-        """Yield inputs and targets in micro-batches, as far as this process was given them."""
-        needed = {"x": "first" if self.is_first else "", "y": "last" if self.is_last else ""}
-        for name, which in needed.items():
-            value = given[name]
-            part = Part(name, value is not None)
+    def _part(self, name: str, given: Mapping[str, Any]) -> Part:
+        """Return inputs, targets or keywords in micro-batches, if this process was given them."""
+        part = Part(name, given[name] is not None)
+        which = {"x": "first" if self.is_first else "", "y": "last" if self.is_last else ""}.get(name)
+        if not part.here and which:
+            part.error = BatchError(
+                f"{name} is missing, and this process holds the {which} stage\n"
+                f"  try: give x and y; of several processes, one may leave {name} out if not pipe.is_{which}"
+            )
+        try:
+            if part.here and name == "keywords":
+                require_taken(self.stages.modules, given[name])
             if part.here:
-                try:
-                    part = self.cut.part(name, value, self.cut.ready(given))
-                except BatchError as error:
-                    part.error = error
-            elif which:
-                part.error = BatchError(
-                    f"{name} is missing, and this process holds the {which} stage\n"
-                    f"  try: give x and y; of several processes, one may leave {name} out if not pipe.is_{which}"
-                )
-            yield part
+                return self.cut.part(name, given[name], self.cut.ready(given))
+        except (BatchError, UsageError) as error:
+            part.error = error
+        return part
 
     @contextmanager
     def _alone(self, call: str, named: Part, *parts: Part) -> Iterator[CallerContext]:

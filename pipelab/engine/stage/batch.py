@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -282,24 +283,17 @@ class Cut:
             )
 
     def part(self, name: str, value: Any, ready: list[int] | None) -> Part:
-        """Return inputs or targets in micro-batches; `ready` has the rows of those that are cut already."""
+        """Return a part of a batch in micro-batches; `ready` has the rows of those that are cut already."""
         whole = self.whole(name, value, ready)
         return whole if self.dim is None else self._sliced(whole)
 
     def whole(self, name: str, value: Any, ready: list[int] | None) -> Part:
-        """Return inputs or targets in sequences that are whole: without slices, their micro-batches."""
-        many, dim = len(self.sequences), self.batch_dim
-        counts = counts_of(value, name, many, dim, ready)
-        own = ready is not None and ready_counts(value, name, many, dim) is not None
-        return Part(name, True, split_batch(value, counts, dim), counts, ways_of(value, dim), own)  # noqa: FBT003
-
-    def keywords(self, value: dict[str, Any], ready: list[int] | None) -> Part:
-        """Return keywords in micro-batches; those that are all whole have no rows."""
-        if self.ready({"": value}) or any(True for _ in _cut_tensors(value, "", self.batch_dim)):
-            return self.part("keywords", value, ready)
-        rows = [0] * len(self.sequences)
-        part = Part("keywords", True, split_batch(value, rows), rows, ways_of(value, 0))  # noqa: FBT003
-        return replace(part if self.dim is None else self._sliced(part), counts=[])
+        """Return a part of a batch in sequences that are whole: without slices, their micro-batches."""
+        many, dim, own = len(self.sequences), self.batch_dim, bool(ready and self.ready({name: value}))
+        has_rows = name != "keywords" or own or any(True for _ in _cut_tensors(value, name, dim))
+        counts = counts_of(value, name, many, dim, ready) if has_rows else []
+        pieces = split_batch(value, counts or [0] * many, dim)
+        return Part(name, True, pieces, counts, ways_of(value, dim), own)  # noqa: FBT003
 
     def ready(self, given: Mapping[str, Any]) -> list[int] | None:
         """Return how many rows each sequence has, if any of these values is cut already."""
@@ -310,7 +304,7 @@ class Cut:
         """Cut each sequence into its slices."""
         assert self.dim is not None
         pieces, counts = dict[int, Any](), dict[int, int]()
-        for each, rows, slices in zip(part.pieces, part.counts, self.sequences, strict=True):
+        for each, rows, slices in zip(part.pieces, part.counts or repeat(0), self.sequences, strict=False):
             leaves, spec = take_apart(each)
             lengths = [self._tokens(part, each) // len(slices)] * len(slices)
             cut = [
@@ -320,7 +314,7 @@ class Cut:
             pieces |= zip(slices, (rebuild(list(leaves), spec) for leaves in zip(*cut, strict=True)), strict=True)
             counts |= dict.fromkeys(slices, rows)
         order = sorted(pieces)
-        return replace(part, pieces=[pieces[m] for m in order], counts=[counts[m] for m in order])
+        return replace(part, pieces=[pieces[m] for m in order], counts=[counts[m] for m in order if part.counts])
 
     def _tokens(self, part: Part, sequence: Any) -> int:
         """Return how many tokens a sequence has: a multiple of its slices, in all tensors that are cut."""

@@ -312,7 +312,7 @@ class Pipeline:
     def _part(self, name: str, given: Mapping[str, Any]) -> Part:
         """Return inputs, targets or keywords in micro-batches, if this process was given them."""
         part = Part(name, given[name] is not None)
-        which = {"x": "first" if self.is_first else "", "y": "last" if self.is_last else ""}.get(name)
+        which = "first" * (name == "x" and self.is_first) or "last" * (name == "y" and self.is_last)
         if not part.here and which:
             part.error = BatchError(
                 f"{name} is missing, and this process holds the {which} stage\n"

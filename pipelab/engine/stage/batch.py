@@ -70,7 +70,10 @@ def rows_of(value: object, what: str, dim: int = 0) -> int:
 
 def _leaves(value: object, what: str, dim: int, *, tokens: bool = True) -> Iterator[tuple[str, Any, Way]]:
     """Yield each leaf of a batch with its place, and how it is cut; a mark is one only if it holds ready pieces."""
-    for place, leaf in [("", value)] if isinstance(value, torch.Tensor) else named_leaves(value, (Marked,)):
+    if isinstance(value, torch.Tensor):  # a small step waits for this
+        yield what, value, Way(dim, tokens)
+        return
+    for place, leaf in named_leaves(value, (Marked,)):
         if isinstance(leaf, Marked) and leaf.how == "rows":
             yield from _leaves(leaf.value, what + place, leaf.dim, tokens=False)
         elif isinstance(leaf, Marked) and leaf.how == "whole":
@@ -133,7 +136,7 @@ def _choices(name: str, tensor: torch.Tensor, dim: int, usual: int) -> Iterator[
 def ready_counts(value: object, what: str, many: int, dim: int) -> list[int] | None:
     """Return how many rows each micro-batch has, if a part of a batch is cut already; `None` if none is."""
     found: list[int] | None = None
-    for place, leaf, way in _leaves(value, what, dim):
+    for place, leaf, way in () if value is None or isinstance(value, torch.Tensor) else _leaves(value, what, dim):
         if not isinstance(leaf, Marked):
             continue
         if len(leaf.value) != many:

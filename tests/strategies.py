@@ -170,11 +170,11 @@ def legal_cases(draw: st.DrawFn, reduces: bool = True, pairs: bool = True) -> Ca
         for home in homes:
             rows[home].append(action)
     if pairs and random.random() < 0.5:
-        rows = [_paired(row, random) for row in rows]
+        rows = [paired(row, random) for row in rows]
     return Case(tuple(map(tuple, rows)), stages, microbatches, table)
 
 
-def _paired(row, random):
+def paired(row, random):
     """Join some forwards with the backward right after them."""
     joined = list(row)
     for before, after in pairwise(row):

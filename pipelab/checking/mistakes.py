@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard, get_args
 
-from pipelab.plan.actions import PER_MICROBATCH, Action, Pair, halves_of
+from pipelab.plan.actions import PER_MICROBATCH, Action, Pair
 from pipelab.plan.binding import NO_RANK, ask, within
 from pipelab.plan.codes import GIVERS
 from pipelab.plan.fault import Code, Fault, line_of_function, ranges
@@ -198,10 +198,11 @@ def _lowered(action: Action, field: str) -> Action:
 
 def _old_notation(plan: Plan, faults: Sequence[Fault]) -> Iterator[Mistake]:
     """Read each `B` that has a `W` as `I`, as papers and PyTorch before 2.6 wrote it."""
-    actions = [half for row in plan.written for item in row for half in halves_of(item) if isinstance(half, Action)]
-    halves = {(each.stage, each.microbatch) for each in actions if each.kind == "W"}
+    items = [item for row in plan.written for item in row if isinstance(item, Action | Pair)]
+    halves = {(each.stage, each.microbatch) for each in items if isinstance(each, Action) and each.kind == "W"}
     repeated = [fault for fault in faults if fault.code == "duplicate" and getattr(fault.action, "kind", "") == "W"]
-    if repeated and len(repeated) == len(halves) and not any(each.kind == "I" for each in actions):
+    today = any(isinstance(each, Pair) or each.kind == "I" for each in items)
+    if repeated and len(repeated) == len(halves) and not today:
         message = f"B is the input's gradient here, as in papers and in PyTorch before 2.6: {repeated[0].message}"
         fault = replace(repeated[0], message=message, hint="write I for B; for BW, write B")
 

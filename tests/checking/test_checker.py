@@ -744,3 +744,5 @@ def test_b_for_the_inputs_gradient_is_recognised():
     assert check(Plan.parse(rows.replace("B", "I"))) == []
     assert [each.code for each in check(Plan.parse("0F0 0B0 0W0 0F1 0I1 0W1"))] == ["duplicate"]
     assert "input's" not in str(check(Plan.parse("0F0 0B0 0W0 0F1 0I1 0W1")))
+    paired = Plan([[F(0), F(1) & B(0), W(0), B(1), W(1)]])  # a pair is of today's notation
+    assert [each.code for each in check(paired)] == ["duplicate", "duplicate"]

@@ -247,7 +247,9 @@ def batch_of(case: SimpleNamespace) -> SimpleNamespace:
     goal = (lambda count, _: normal(count, width)) if case.pools else lambda *of: normal(shaped(*of, width))
     aims = {"h": field(goal, 0 if case.pools else dim, not first, long=not case.pools)}
     named = [{name: each[0][m] for name, each in outer.items()} for m in range(many)]
-    found = SimpleNamespace(sizes=sizes, keywords=named)
+    found = SimpleNamespace(
+        sizes=sizes, keywords=named, alone=first or not case.ready
+    )  # `alone`: `x` says how it is cut
     found.x, found.given = together(inner, FORMS[draw.choice([*FORMS])])
     found.y, found.targets = together(aims, FORMS[draw.choice(["alone", "dict"])])
     found.named = {name: each[2] for name, each in outer.items()}
@@ -333,7 +335,7 @@ def wrong_step(case: SimpleNamespace, pipe: Pipeline) -> str | None:
             first = one.step(batch.given, batch.targets, keywords=batch.named)
         told = differs(case, ours, left(held, other, first.loss, pieces(first.outputs)))
     # [3] no gradients
-    if evaluates and not (dist.is_initialized() and (drops or [*model.buffers()])):
+    if evaluates and batch.alone and not (dist.is_initialized() and (drops or [*model.buffers()])):
         trained = other if drops else twin
         with torch.no_grad():
             outputs = pieces(pipe.eval().forward(x, keywords=keywords))

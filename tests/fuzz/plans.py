@@ -6,13 +6,33 @@ import time
 from itertools import count, repeat
 from random import Random
 
+import oracle
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from strategies import Case, catalogue_plans, legal_cases, random_cases, shuffled_cases
+from strategies import WIRES, Case, catalogue_plans, legal_cases, paired, random_cases, shuffled_cases
 
 import pipelab
-from pipelab import Action, Plan, R, ScheduleError, check, simulate
+from pipelab import (
+    LOAD,
+    OFFLOAD,
+    RESHARD,
+    UNSHARD,
+    Action,
+    B,
+    C,
+    F,
+    I,
+    Plan,
+    R,
+    ScheduleError,
+    U,
+    W,
+    check,
+    lower,
+    simulate,
+)
 from pipelab.errors import MOST_SLOTS, PipelabError, UsageError
+from pipelab.plan.actions import EVERY_KIND
 
 SECONDS = 20.0
 """How long a plan of a few thousand actions may take: far more than it does, far less than a table of huge numbers."""
@@ -44,6 +64,96 @@ def spoilt_cases(draw: st.DrawFn) -> Case:
     return Case(tuple(map(tuple, rows)), plan.stages, plan.microbatches, tuple(plan.bound.rank_of_slot))
 
 
+def every_kind(random: Random) -> Plan:
+    """Return a plan with actions of every kind, replicas or slices, and pairs; half of them have a slip or two."""
+    ranks, stages, microbatches = random.randint(1, 3), random.randint(1, 3), random.randint(1, 4)
+    copies, sliced, some = random.random() < 0.3, random.choice([0.0, 0.0, 0.5]), random.random()
+    sliced *= not copies
+    home = [[random.randrange(ranks) for _ in range(stages)] for _ in range(microbatches if copies else 1)]
+    before = {m: [e for e in range(m) if random.random() < sliced] for m in range(microbatches)}
+
+    def place(m: int, s: int) -> int:
+        return home[m % len(home)][s]
+
+    todo = [F(m, s) for m in range(microbatches) for s in range(stages)]
+    for forward in list(todo):
+        at = forward.microbatch, forward.stage
+        todo += [B(*at)] if random.random() < 0.6 else [I(*at), W(*at)]
+        todo += [C(*at)] * (random.random() < 0.4 * some) + [U(*at)] * (random.random() < 0.3 * some and not copies)
+    todo += [R(s) for s in range(stages) if random.random() < 0.3]
+    optional = {value for each in todo for value in oracle.gives(each) if value[0] in ("again", "weights")}
+    after = (lambda m, _: before[m]) if any(before.values()) else None
+    rows: list[list[object]] = [[] for _ in range(ranks)]
+    done: set[oracle.Value] = set()
+    while todo:
+        ready = [each for each in todo if oracle.needs(each, stages, microbatches, after, optional) <= done]
+        todo.remove(action := random.choice(ready))
+        done |= oracle.gives(action)
+        whose = range(microbatches) if action.kind == "R" else [action.microbatch]
+        for rank in {place(m, action.stage) for m in whose}:
+            rows[rank].append(action)
+    sharded = {s for s in range(stages) if random.random() < 0.4 * some}
+    rows = [moving(random, paired(row, random) if random.random() < 0.3 else row, sharded) for row in rows]
+    for _ in range(random.choice([0, 0, 1, 2])):
+        row = random.choice(rows)
+        other = row if random.random() < 0.7 else random.choice(rows)
+        slip = Action(random.choice(EVERY_KIND), random.choice([None, *range(microbatches)]), random.randrange(stages))
+        at = random.randrange(len(row) + 1)
+        if at < len(row) and random.random() < 0.4:  # two of a kind change places, which slices forbid
+            kinds = [(half.kind, half.stage) for half in (oracle.halves(item)[0] for item in row)]
+            two = random.choice([index for index, kind in enumerate(kinds) if kind == kinds[at]])
+            row[at], row[two] = row[two], row[at]
+            continue
+        taken = [row.pop(at)] if at < len(row) and random.random() < 0.8 else [slip]
+        at = max(0, at + random.randint(-3, 3))
+        other[at:at] = taken if random.random() < 0.8 else [slip] * random.randrange(2)
+    return Plan(rows, stages, microbatches, place, after=after)
+
+
+def moving(random: Random, row: list, sharded: set[int]) -> list:
+    """Return a row that also gathers what is sharded and frees it, and takes activations away and brings them back."""
+    again = {(each.microbatch, each.stage) for each in row if getattr(each, "kind", "") == "C"}
+    found: list[object] = []
+    gathered, kept, away = set[int](), set[tuple[int, int]](), set[tuple[int, int]]()
+    for item in row:
+        halves = oracle.halves(item)
+        needed = {half.stage for half in halves if half.kind != "R"} & sharded
+        back = {(half.microbatch, half.stage) for half in halves if half.kind in "BI"}
+        found += [UNSHARD(s) for s in sorted(needed - gathered)]
+        loaded = {each for each in away if each in back or random.random() < 0.3}
+        found += [*(LOAD(*each) for each in sorted(loaded)), item]
+        gathered |= needed
+        away -= loaded
+        at = [(half.kind, (half.microbatch, half.stage)) for half in halves]
+        kept = (kept | {key for kind, key in at if kind == ("C" if key in again else "F")}) - back
+        gone = {key for key in kept - away if random.random() < 0.1}
+        found += [OFFLOAD(*key) for key in sorted(gone)]
+        away |= gone
+        free = {s for s in gathered if random.random() < 0.3 or item is row[-1]}
+        found += [RESHARD(s) for s in sorted(free)]
+        gathered -= free
+    return found
+
+
+def fuzz_kinds(number: int) -> str | None:
+    """Compare the verdict on fifty plans with every kind of action with the oracle's, also with sends and receives."""
+    for index in range(50 * number, 50 * number + 50):
+        random = Random(index)
+        plan = every_kind(random)
+        faults, legal = check(plan), oracle.legal(plan.written, plan.stages, plan.microbatches, plan.place, plan.after)
+        if (not faults) != legal:
+            return f"plan {index}: {legal}, and found {faults}\n{plan}"
+        if legal and plan.after is None and not plan.bound.pairs:
+            wire = random.choice(WIRES)
+            read = Plan.parse("; ".join(" ".join(row) for row in lower(plan, **wire).rows))
+            told = {fault.code for fault in check(read, transport=wire["transport"])}
+            if told != {fault.code for fault in check(plan, **wire)}:
+                return f"plan {index}, {wire}: {told}\n{plan}\n{read}"
+        if legal and not simulate(plan).makespan > 0:
+            return f"plan {index}: no time\n{plan}"
+    return None
+
+
 def fuzz_plans(number: int) -> str | None:
     """Compare the verdict on twenty random plans with the oracle's; simulate refuses the same plans."""
 
@@ -70,6 +180,7 @@ def fuzz_plans(number: int) -> str | None:
 
 
 fuzz_plans.seeds = 4
+fuzz_kinds.seeds = 8
 
 
 def fuzz_sizes(number: int) -> str | None:

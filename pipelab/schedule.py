@@ -222,11 +222,9 @@ class Schedule(ABC):
 
         Example:
             >>> import pipelab
-            >>> class Inference(pipelab.Schedule):
-            ...     def actions(self, rank):
-            ...         return [pipelab.F(m) for m in range(self.microbatches)]
-            >>> print(pipelab.check(Inference(ranks=2, microbatches=8).forwards()))
-            Inference(ranks=2, microbatches=8), forwards is right: no fault
+            >>> print(pipelab.DualPipe(ranks=2, microbatches=4).forwards())
+            rank 0 | 0F0 1F2 0F1 1F3
+            rank 1 | 0F2 1F0 0F3 1F1
 
         Raises:
             ScheduleError: as `plan`.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import ran
 from torch import nn
 
@@ -57,12 +58,16 @@ def test_what_a_forward_keeps_are_the_inputs_of_its_layers_and_its_output(names)
     assert said == found == [8 * size for size in names["memory"].activations]
 
 
-def test_accuracy_is_that_of_the_plain_model_which_trains_on(names):
+def test_loss_and_accuracy_are_those_of_the_plain_model_which_trains_on(names):
     model, data = names["trained_model"], names["validation"]
     assert model.training
     model.eval()
     right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in data)
     assert names["accuracy"] == right / 72
+    whole = nn.functional.cross_entropy(
+        *map(torch.cat, zip(*((model(each), labels) for each, labels in data), strict=True))
+    )
+    assert names["validation_loss"] == pytest.approx(float(whole.detach()), rel=1e-6)
 
 
 def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):

@@ -50,6 +50,8 @@ class Settings:
 class Engine(ABC):
     """Runs a plan on a model's stages. The methods defined here fit an engine that has all stages in one process."""
 
+    plan: Plan  # what a step runs
+    forwards: Plan  # what an evaluation runs
     devices: Sequence[RankDevice]  # the device of each rank
     stage_devices: Sequence[torch.device]  # for each stage, the device on which this process runs it in plain training
     local_stages: Sequence[int]  # the stages whose parameters learn in this process
@@ -59,7 +61,7 @@ class Engine(ABC):
     intra_op_threads: int  # how many processor threads each operation on a CPU rank uses
     transport: Transport = "buffered"  # what waits for what among the values between ranks: see `simulate`
 
-    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part) -> None:  # noqa: ARG002 - one process
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part, *, learning: bool) -> None:  # noqa: ARG002 - one process
         """Compare a call with the other processes', and complete the parts of its batch; all raise what is wrong."""
         for error in filter(None, (part.error for part in (*parts, named))):
             raise error
@@ -69,8 +71,10 @@ class Engine(ABC):
         return x, y, keywords
 
     @abstractmethod
-    def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
-        """Run all micro-batches; without a loss, only the forwards."""
+    def run(
+        self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, learning: bool, watch_nan: bool
+    ) -> StepState:
+        """Run all micro-batches; only their forwards, unless `learning`."""
 
     @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
@@ -135,7 +139,7 @@ class RankState:
     """How far one rank is in a step."""
 
     rank: int
-    actions: Sequence[Action]  # the rank's actions, in order; of an evaluation, the forwards
+    actions: Sequence[Action]  # the rank's actions, in order
     stream: RankStream
     kept: dict[int, dict[int, Any]]  # per stage, what forwards store for their backwards
     begun: list[Any] = field(default_factory=list)  # the clock at the start of each action
@@ -149,8 +153,9 @@ class RankState:
 class StepState:
     """One step, or one evaluation. Each has a new state, so that a step that failed leaves nothing behind."""
 
+    plan: Plan  # what runs: of an evaluation, forwards alone
     inputs: list[Any]  # the batch, per micro-batch
-    loss: Loss | None  # `None` for an evaluation
+    loss: Loss | None  # `None` if none is asked for
     watch_nan: bool  # whether to look for NaN and infinity after every action
     caller: CallerContext  # the caller's autocast and hooks on saved tensors, which the workers apply too
     ranks: Sequence[RankState] = ()  # the ranks that run in this process
@@ -238,18 +243,18 @@ def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | Non
 
 
 class Step:
-    """The result of one step.
+    """The result of one step, or of one evaluation.
 
     Attributes:
         loss: the loss of the whole batch, a tensor without dimensions or history.
     """
 
-    def __init__(self, loss: torch.Tensor, state: StepState, plan: Plan, labels: Sequence[str]) -> None:
+    def __init__(self, loss: torch.Tensor, state: StepState, labels: Sequence[str]) -> None:
         self.loss = loss
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
         self._marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
         self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
-        self._plan = plan
+        self._plan = state.plan
         self._labels = labels
 
     @cached_property

@@ -223,7 +223,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise UsageError(
                 "step(x, y) computes gradients, but it was called inside torch.no_grad() or torch.inference_mode()\n"
-                "  try: loss_fn(pipe.forward(x), y) for the loss alone"
+                "  try: pipe.evaluate(x, y)"
             )
         if scaler is None or not scaler.is_enabled():
             state, loss = self.run(x, y, keywords, updates=True)
@@ -239,27 +239,61 @@ class Pipeline:
             if own[-1] is self._nothing:
                 self._nothing.grad = torch.zeros_like(self._nothing)  # a scaler refuses an optimizer without gradients
             self.engine.share_overflow(own, scale)
+        return self._result(state, loss)
+
+    def evaluate(self, x: Any = None, y: Any = None, *, keywords: Mapping[str, Any] | None = None) -> Step:
+        """Run the plan's forwards, without gradients; return the loss of the whole batch, the outputs and the trace.
+
+        Weights and gradients stay as they are. The modules' training mode is yours, as in `forward`.
+
+        Args:
+            x: the batch, `[rows, ...]`, as in `step`.
+            y: the targets.
+            keywords: as in `step`.
+
+        Example:
+            >>> import pipelab, torch
+            >>> layers = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)]
+            >>> x, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
+            >>> with pipelab.Pipeline(layers, pipelab.OneFOneB(2, 3), torch.nn.CrossEntropyLoss()) as pipe:
+            ...     found = pipe.eval().evaluate(x, labels)
+            >>> found.loss.shape, found.outputs.argmax(1).shape, found.trace.plan.rows[0]
+            (torch.Size([]), torch.Size([6]), (0F0, 0F1, 0F2))
+
+        Raises:
+            BatchError: as in `step`, and so for all of its other errors.
+        """
+        return self._result(*self.run(x, y, keywords, learning=False))
+
+    def _result(self, state: StepState, loss: Loss) -> Step:
+        """Return the result of a step or an evaluation; warn of its loss, once."""
         total = loss.total()
         if not self._warned_of_nan and total.device.type == "cpu" and not math.isfinite(total):
             self._warned_of_nan = True
             warnings.warn(
                 f"the loss of this step is {float(total):g}\n"
                 "  try: Pipeline(..., watch_nan=True), whose step names the first action that makes NaN or infinity",
-                stacklevel=2,
+                stacklevel=3,
             )
         if not self._warned:
             self._warned = True
             warn_of_another_average(loss, self.reduction, lambda: self._pair(state, loss))
-        return Step(total, state, self.plan, tuple(self.engine.labels))
+        return Step(total, state, tuple(self.engine.labels))
 
     def run(
-        self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None, **of_loss: Any
+        self, x: Any, y: Any, keywords: Any, only: int | None = None, *, learning: bool = True, **of_loss: Any
     ) -> tuple[StepState, Loss]:
-        """Run one step and return its raw state and its loss; with `only`, no other sequence's loss counts."""
+        """Run a step or evaluation; return its raw state and loss, in which with `only` no other sequence counts."""
+        if learning and self.plan.forwards_only:
+            raise UsageError(
+                f"{self.plan.name} has forwards alone, and so no gradients\n"
+                "  try: pipe.evaluate(x, y); or a Pipeline of the whole plan, which evaluates too"
+            )
         inputs, targets, named = self._cut(x, y, keywords, only)
-        with self._alone("step(x, y)", named, inputs, targets) as caller:
+        call = "step(x, y)" if learning else "evaluate(x, y)"
+        with self._alone(call, named, inputs, targets, learning=learning) as caller:
             loss = Loss(self.loss_fn, targets.pieces, targets.weights, ways=targets.ways, **of_loss)
-            state = self.engine.run(inputs.pieces, loss, caller, watch_nan=self.watch_nan)
+            state = self.engine.run(inputs.pieces, loss, caller, learning=learning, watch_nan=self.watch_nan)
             state.counts, state.joined = inputs.counts, partial(self.cut.joined, inputs=inputs)
             return state, loss
 
@@ -273,13 +307,11 @@ class Pipeline:
             keywords: as in `step`.
 
         Raises:
-            BatchError: as in `step`.
-            SplitError: likewise.
-            StageError: if a stage raised.
+            BatchError: as in `step`, and so for all of its other errors.
         """
         inputs, _, named = self._cut(x, None, keywords)
-        with self._alone("forward(x)", named, inputs) as caller:
-            state = self.engine.run(inputs.pieces, None, caller)
+        with self._alone("forward(x)", named, inputs, learning=False) as caller:
+            state = self.engine.run(inputs.pieces, None, caller, learning=False, watch_nan=self.watch_nan)
         return self.cut.joined(state.outputs, inputs)
 
     def _pair(self, state: StepState, loss: Loss) -> tuple[Any, Any]:
@@ -328,7 +360,7 @@ class Pipeline:
         return part
 
     @contextmanager
-    def _alone(self, call: str, named: Part, *parts: Part) -> Iterator[CallerContext]:
+    def _alone(self, call: str, named: Part, *parts: Part, learning: bool) -> Iterator[CallerContext]:
         """Return a context in which no other thread runs micro-batches, nor a signal handler of this one.
 
         All processes have agreed on the call and the batch, and the stages are ready for it.
@@ -347,12 +379,12 @@ class Pipeline:
             try:
                 self._running = True
                 caller = self.caller()
-                self.engine.agree(call, parts, caller, named)
+                self.engine.agree(call, parts, caller, named, learning=learning)
                 _require_same_rows(parts)
                 _require_same_rows([parts[0], named])
                 modules = self.stages.ready(parts[0].pieces, parts[0].counts)
                 with (
-                    self.engine.runners.running(modules, learning=len(parts) > 1),
+                    self.engine.runners.running(modules, learning=learning),
                     self.engine.runners.called_with(named.pieces),
                 ):
                     yield caller

@@ -68,7 +68,7 @@ class ThreadsEngine(Engine):
                 "pipeline in threads: with engine='torch' each runs one rank",
                 stacklevel=3,
             )
-        self.plan, self.stages = plan, stages
+        self.plan, self.forwards, self.stages = plan, plan.forwards(), stages
         self.timeout = settings.timeout
         self.devices = rank_devices(settings.devices, plan.ranks)
         on = [each.device for each in self.devices]
@@ -82,8 +82,8 @@ class ThreadsEngine(Engine):
             runner.recomputed = {*plan.bound.listed("C", stage)}
         self.streams = rank_streams(self.devices)
         self.random = Streams(stages.named, on)
-        self._rows = instructions(plan.bound, self.runners.of, self.streams, backward=True)
-        self._forward_rows = instructions(plan.bound, self.runners.of, self.streams, backward=False)
+        self._rows = instructions(plan.bound, self.runners.of, self.streams)
+        self._forward_rows = instructions(self.forwards.bound, self.runners.of, self.streams)
         self.intra_op_threads = settings.intra_op_threads or max(1, torch.get_num_threads() // plan.ranks)
         self._workers: list[Worker] = []
         self.labels: list[str] = []
@@ -97,13 +97,13 @@ class ThreadsEngine(Engine):
             self.labels[rank : rank + 1] = [f"{self.devices[rank]}, thread {worker.thread.native_id or 0}"]
 
     def run(
-        self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False
+        self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, learning: bool, watch_nan: bool
     ) -> ThreadsStep:
         """Run all micro-batches; return the step, its values complete."""
         if not self._closer.alive:
             raise UsageError("this pipeline is closed: make a new one, or use it inside its with block")
-        rows = self._forward_rows if loss is None else self._rows
-        step = ThreadsStep(inputs, loss, watch_nan, caller, rows=rows)
+        plan, rows = (self.plan, self._rows) if learning else (self.forwards, self._forward_rows)
+        step = ThreadsStep(plan, inputs, loss, watch_nan, caller, rows=rows)
         step.begin(self.streams)
         step.clocks = begin(self.streams)
         late = {worker: rank for rank, worker in enumerate(self._workers) if not worker.idle.is_set()}
@@ -251,7 +251,7 @@ def run_row(step: ThreadsStep, rank: int) -> None:  # noqa: PLR0912 - one loop, 
         if receive is not None:
             stream.enter(stack)
         step.caller.enter(stack)
-        if loss is None:
+        if step.plan.forwards_only:
             stack.enter_context(torch.no_grad())
         for each in step.rows[rank]:
             # [1] wait for what the action needs
@@ -353,14 +353,8 @@ class ThreadsStep(StepState):
                     lock.release()
 
 
-def instructions(
-    bound: BoundPlan,
-    runners: Mapping[tuple[int, int], Stage],
-    streams: Sequence[RankStream],
-    *,
-    backward: bool,
-) -> Rows:
-    """Return every rank's instructions for a legal plan; only the forwards' unless `backward`."""
+def instructions(bound: BoundPlan, runners: Mapping[tuple[int, int], Stage], streams: Sequence[RankStream]) -> Rows:
+    """Return every rank's instructions for a legal plan."""
     codes = bound.codes
     rows: list[list[Instruction]] = []
     for rank, row in enumerate(bound.computing):
@@ -370,12 +364,11 @@ def instructions(
             assert action.stage is not None
             runner = runners[action.stage, rank]
             if codes.collective[code]:
-                if backward:
-                    group = bound.replicas[action.stage]
-                    part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
-                    listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
-            elif backward or codes.forward[code]:
-                act = getattr(runner, action.traits.method) if backward else runner.evaluate
+                group = bound.replicas[action.stage]
+                part = AllReduce(rank, group, [runners[action.stage, each] for each in group], streams[rank])
+                listed.append(Instruction(action, False, -1, runner, part.act, all_reduce=part))  # noqa: FBT003
+            else:
+                act = runner.evaluate if codes.forwards_only else getattr(runner, action.traits.method)
                 listed.append(_of_a_slot(bound, code, action, rank, runner, act))
         rows.append(listed)
     return rows

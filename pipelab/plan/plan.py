@@ -233,8 +233,7 @@ class Plan:
     def forwards(self) -> Plan:
         """Return the plan of an evaluation: its forwards alone, in their order, with the gathers that they need.
 
-        `check` misses no backward in it, and no forward holds an activation. `Pipeline.evaluate` runs it; a pipeline
-        that is made from it can only evaluate.
+        `check` misses no backward in it, and no forward holds an activation. A `Pipeline` of it can only evaluate.
 
         Example:
             >>> import pipelab

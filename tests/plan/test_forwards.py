@@ -1,7 +1,9 @@
 """Plans of forwards alone, for evaluation: of every schedule, checked, simulated, drawn, saved and read again."""
 
 import pickle
+import re
 from collections import Counter
+from pathlib import Path
 
 import oracle
 import pytest
@@ -128,3 +130,15 @@ def test_forwards_are_drawn_compared_and_saved_as_any_plan(tmp_path):
     assert Plan.from_csv(tmp_path / "plan.csv").forwards() == plan
     assert Trace.load(tmp_path / "trace.json").plan.forwards_only
     assert str(pipelab.lower(plan)).splitlines()[1] == "rank 1 | 1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
+
+
+def test_the_documentations_table_of_bubbles_is_what_simulate_gives():
+    page = (Path(__file__).parents[2] / "docs" / "questions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| \d[^|]* \| ([\d.]+) % \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for names, bubble in rows:
+        for name in re.findall(r"\w+", names):
+            assert f"{simulate(getattr(pipelab, name)(4, 8).forwards()).bubble:.1%}" == f"{bubble}%"
+    slow = Cost(latency=0.3)
+    spans = [simulate(kind(4, 8).forwards(), slow).makespan for kind in (pipelab.Interleaved1F1B, OneFOneB)]
+    assert spans == pytest.approx([12.8, 11.9])

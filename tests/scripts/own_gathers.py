@@ -74,9 +74,14 @@ for name, plan in plans.items():
             now = [step.loss, *local(each.grad for each in pipe.parameters())]
             equal &= all(map(torch.equal, now, wanted.setdefault(number, now)))
             optimizer.step()
-        now = [pipe.forward(mine[0]), *local(pipe.parameters())]
+        forward = pipe.forward(mine[0])  # it learns the shapes, too
+        gathers.clear()
+        evaluation = pipe.evaluate(*mine)
+        many = many, len(gathers)
+        now = [forward, evaluation.loss, *local(pipe.parameters())]
         equal &= all(map(torch.equal, now, wanted.setdefault("after", now)))
         verified = pipe.verify(*mine).largest_difference
-    found[name] = {"equal": equal, "verified": verified, "gathers": many, "trace": step.trace.to_dict()}
+    found[name] = {"equal": equal, "verified": verified, "gathers": many}
+    found[name] |= {"trace": step.trace.to_dict(), "evaluation": evaluation.trace.to_dict()}
 say(**found)
 dist.destroy_process_group()

@@ -51,13 +51,13 @@ class Loss:
             )
         if loss.is_complex():
             raise LossError(f"the loss is {loss.dtype}: only a real number can be made smaller; take .abs() or .real")
-        if not loss.requires_grad:
+        if not loss.requires_grad and torch.is_grad_enabled():
             raise LossError(
                 "the loss has no history, so it has no backward: it must depend on the model's output, and some "
                 "parameter must require a gradient"
             )
         if not self.weights[microbatch]:
-            loss = _nothing(output, loss)
+            loss = _nothing(output, loss) if loss.requires_grad else torch.zeros_like(loss)
         self.values[microbatch] = loss.detach()
         return loss
 

@@ -118,10 +118,12 @@ class Stage:
     def update(self, _microbatch: int, _given: None, _kept: dict[int, Any], _loss: Loss) -> Any:
         """Leave the weights as they are (`U`): without an optimizer, a step only adds up gradients."""
 
-    def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss | None) -> Any:
-        """Run one micro-batch forward, without gradients."""
+    def evaluate(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None) -> Any:
+        """Run one micro-batch forward, without gradients; compute its loss, if one is asked for."""
         made = self._call(microbatch, given, kept)
         _require_unwritten(made, kept.setdefault(_RETURNED, {}))
+        if self.is_last and loss is not None:
+            loss.of(microbatch, made)
         return made
 
     def _run(self, microbatch: int, given: Any, kept: dict[int, Any], loss: Loss | None = None) -> Any:

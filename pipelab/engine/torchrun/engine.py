@@ -66,7 +66,7 @@ class TorchEngine(Engine):
         supervisor: Supervisor,
         settings: Settings,
     ) -> None:
-        self.plan, self.stages, self.rank = plan, stages, rank
+        self.plan, self.forwards, self.stages, self.rank = plan, plan.forwards(), stages, rank
         self.group = connections.everyone
         self.devices = [RankDevice(device) for device in devices]
         self.local_stages = [stage for stage, ranks in plan.replicas.items() if rank in ranks]
@@ -93,8 +93,8 @@ class TorchEngine(Engine):
             for stage, home in enumerate(route)
             if home == rank
         }
-        self._row = [plan.bound.codes.action(code) for code in plan.bound.computing[rank]]
-        self._runtime = lowered(plan, rank, [*self._stages.values()], self._receive)
+        held = [*self._stages.values()]
+        self._runtimes = [lowered(each, rank, held, self._receive) for each in (plan, self.forwards)]
         self._metas: dict[str, dict[Shapes, list[ValueMeta]]] = {}
         self._clock = SharedClock()
         self.random = Streams(stages.named, [devices[rank]])
@@ -107,7 +107,7 @@ class TorchEngine(Engine):
         self._call = "begin"
         self._status = Status(self._describe, self._progress, self._peer, lambda: self._computing)
 
-    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part) -> None:
+    def agree(self, call: str, parts: Sequence[Part], caller: CallerContext, named: Part, *, learning: bool) -> None:
         """Compare this process's call and batch with the others'; set the clocks again after a while."""
         for part in parts:
             if part.here:
@@ -116,7 +116,7 @@ class TorchEngine(Engine):
                 part.take(known)
         own = _describe_keywords(named)
         named.words = agreed = self._keywords[own][0] if own in self._keywords else own
-        about = self._about(caller, learning=len(parts) > 1)
+        about = self._about(caller, learning=learning)
         age_ns = time.perf_counter_ns() - self._clock.set_at
         old = not self.one_clock and age_ns > _CLOCKS_SECONDS * 1e9
 
@@ -132,18 +132,20 @@ class TorchEngine(Engine):
         self._named = self._keywords[own][1]
         self._shapes = "; ".join(filter(None, (about, parts[0].words, named.words)))
 
-    def run(self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, watch_nan: bool = False) -> StepState:
+    def run(
+        self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, learning: bool, watch_nan: bool
+    ) -> StepState:
         """Run this process's part of all micro-batches; return the step of all processes."""
-        for stage in () if loss is None else self._reducers:
+        for stage in self._reducers if learning else ():
             refuse_lost_hooks(stage, self._runners[stage].module, self.plan.replicas[stage])
-        row = [action for action in self._row if loss is not None or action.traits.forward]
+        plan = self.plan if learning else self.forwards
+        row = [plan.bound.codes.action(code) for code in plan.bound.computing[self.rank]]
         mine = RankState(self.rank, row, self._stream, {})
         shapes = [tuple(tensor.shape for tensor in tensors_of(piece)) for piece in inputs]
         keys = [*zip(shapes, self._named or [()] * len(shapes), strict=True)]
         clocks, waited = begin([self._stream]), [0] * len(row)
-        step = ProcessStep(inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=keys, waited=waited)
-        call = "forward(x)" if loss is None else "step(x, y)"
-        made: tuple[StepState, bool] = self.attend(partial(copy_context().run, self._run, step), call)
+        step = ProcessStep(plan, inputs, loss, watch_nan, caller, [mine], clocks=clocks, shapes=keys, waited=waited)
+        made: tuple[StepState, bool] = self.attend(partial(copy_context().run, self._run, step), self._call)
         state, drew = made
         self.random.end(drew=drew)
         finish([self._stream], [state.outputs, [] if loss is None else loss.values])
@@ -184,24 +186,25 @@ class TorchEngine(Engine):
             # tensors while Python shuts down, which aborts the process.
             self._reducers.clear()
             self._stages.clear()
-            del self._connections, self._runtime, self.group
+            del self._connections, self._runtimes, self.group
 
     def _run(self, step: ProcessStep) -> tuple[StepState, bool]:
         """Run one step, in the worker thread, on the rank's stream; return it, and whether a process drew."""
+        learning = not step.plan.forwards_only
         with ExitStack() as stack:
             self._stream.enter(stack)
             step.caller.enter(stack)
             # [1] which values will be sent?
             if self._shapes not in self._metas:
                 here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
-                self._metas[self._shapes] = learn_metas(*here, step.inputs, step.shapes, learning=step.loss is not None)
+                self._metas[self._shapes] = learn_metas(*here, step.inputs, step.shapes, learning=learning)
             step.metas = self._metas[self._shapes]
             # [2] PyTorch's runtime runs this rank's order
             self._step = step
             step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, seed=self._seed)
             self._go(step)
             # [3] all processes exchange times and losses
-            made = share(self.group, self.plan, step, self._clock)
+            made = share(self.group, step, self._clock)
         self._step = None
         return made
 
@@ -210,14 +213,14 @@ class TorchEngine(Engine):
             for stage in self._stages.values():
                 stage.begin(step)
                 stack.callback(stage.end)
-            if step.loss is None:
+            if step.plan.forwards_only:
                 stack.enter_context(torch.no_grad())
             else:
                 for reducer in self._reducers.values():
                     reducer.begin()
                     stack.callback(reducer.end)
             before = {stage: versions(self._runners[stage].module) for stage in self._reducers}
-            self._runtime([(piece,) for piece in step.inputs])
+            self._runtimes[step.plan.forwards_only]([(piece,) for piece in step.inputs])
             step.look(wait=True)
             for stage in self._stages.values():
                 stage.presence.finish()
@@ -226,7 +229,7 @@ class TorchEngine(Engine):
                 module = self._runners[number].module
                 if name := reducer.settle_buffers(module, self._policy, before[number]):
                     raise written_error(number, self.rank, name)
-        for tied in self.runners.ties if step.loss is not None else ():
+        for tied in () if step.plan.forwards_only else self.runners.ties:
             self._add_up(tied)
 
     def _add_up(self, tied: Tied) -> None:
@@ -245,7 +248,7 @@ class TorchEngine(Engine):
             accumulate(tied.parameter, found)
 
     def _receive(self, stage: int, microbatch: int, works: list[Any]) -> None:
-        """Wait for an action's values from another rank; an evaluation's backwards have none."""
+        """Wait for an action's values from another rank."""
         assert self._step is not None
         flags = self._stages[stage].presence.under_way(microbatch)
         if works or flags:

@@ -216,17 +216,18 @@ def _round(other: int, group: dist.ProcessGroup) -> tuple[int, int]:
 _ARRIVED_NS = 20_000
 """If a wait is shorter than this, the value had arrived before it."""
 
-_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOSS_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
-def share(group: dist.ProcessGroup, plan: Plan, step: ProcessStep, clock: SharedClock) -> tuple[StepState, bool]:
-    """Exchange times and losses; of an evaluation, which has no loss, the outputs. All processes must call it.
+def share(group: dist.ProcessGroup, step: ProcessStep, clock: SharedClock) -> tuple[StepState, bool]:
+    """Exchange times and losses; if no loss is asked for, the outputs. All processes must call it.
 
     The exchange is one collective operation of `3 * longest row + micro-batches + 2` whole numbers from each. Gathers
     and frees count as actions at the end of their row. The second result is whether a process drew random numbers.
     """
+    plan = step.plan
     holders = plan.bound.rank_of_slot[plan.stages - 1 :: plan.stages]  # per micro-batch, the rank of its output
-    state = StepState([None] * plan.microbatches, step.loss, step.watch_nan, step.caller)
+    state = StepState(plan, [None] * plan.microbatches, step.loss, step.watch_nan, step.caller)
     if step.loss is None:
         state.outputs = _outputs(group, holders, step)
         return state, bool(gathered(torch.tensor(bool(step.streams.drew)), group).any())

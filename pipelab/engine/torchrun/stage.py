@@ -159,7 +159,8 @@ class ProcessStage:
             loss.targets[microbatch] = receive(loss.targets[microbatch])
         runner.receive_keywords(microbatch, receive)
         self._gathered()
-        made = self._run(F(microbatch, runner.index), runner.evaluate if loss is None else runner.forward, given)
+        act = runner.evaluate if step.plan.forwards_only else runner.forward
+        made = self._run(F(microbatch, runner.index), act, given)
         if runner.is_last:
             step.outputs[microbatch] = made
         else:
@@ -178,8 +179,6 @@ class ProcessStage:
         **_: Any,
     ) -> None:
         """Run one micro-batch backward: the whole of it, or the input gradient alone."""
-        if self.step.loss is None:
-            return
         gradients = None
         if not self.is_last:
             meta = self.step.meta(self.runner.index, microbatch)
@@ -198,8 +197,7 @@ class ProcessStage:
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         """Run the rest of one micro-batch's backward: the weights' gradients."""
-        if self.step.loss is not None:
-            self._run(W(microbatch, self.runner.index), self.runner.backward_weight, None)
+        self._run(W(microbatch, self.runner.index), self.runner.backward_weight, None)
 
     def unshard(self) -> None:
         """Begin to gather the stage's weights. They are there at the latest when an action has waited for them."""
@@ -225,8 +223,6 @@ class ProcessStage:
 
     def perform_reduce_grad(self) -> None:
         """Sum the stage's gradients over its replicas; the action begins when the last of them has arrived."""
-        if self.step.loss is None:
-            return
         if self._beside:
             times = [self.step.mine.stream.mark()] * 2
             self.step.mine.moves.append(times)
@@ -272,8 +268,6 @@ class ProcessStage:
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return receives for the gradients of a micro-batch's output."""
-        if self.step.loss is None:
-            return []
         buffers = self.step.meta(self.runner.index, microbatch).gradient_buffers(self.device)
         self.gradients[microbatch] = buffers
         ops = self._ops(dist.irecv, buffers, self.stage_index + 1)
@@ -282,8 +276,6 @@ class ProcessStage:
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of the gradients of a micro-batch's input."""
-        if self.step.loss is None:
-            return []
         meta = self.step.meta(self.runner.index - 1, microbatch)
         gradients = self.back.pop(microbatch)
         ops = self._ops(dist.isend, meta.gradient_messages(gradients, self.device), self.stage_index - 1)

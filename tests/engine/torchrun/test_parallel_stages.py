@@ -73,7 +73,11 @@ def test_a_plan_says_when_the_weights_of_fsdp2_are_gathered_and_freed():
         for name, trace in traces.items():
             assert facts[name]["equal"], name
             assert facts[name]["verified"] < 1e-6
-            assert facts[name]["gathers"] == 2 * gathers[name] or name == "hooks"  # two parts of each stage
+            evaluation = Trace.from_dict(facts[name]["evaluation"])
+            many = [sum(move.action.kind == "UNSHARD" for move in each.moves) for each in (trace, evaluation)]
+            assert facts[name]["gathers"] == [2 * each for each in many] or name == "hooks"  # two parts of each stage
+            assert evaluation.plan.forwards_only
+            assert many[1] == {"hooks": 0, "2 active": 3, "around each": 12}[name]
             for event in trace.events if trace.moves else ():
                 mine = [move for move in trace.moves if move.action.stage == event.action.stage]
                 last = max((move for move in mine if move.start <= event.start), key=lambda move: move.start)

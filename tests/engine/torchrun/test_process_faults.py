@@ -81,6 +81,7 @@ DIFFERENT_CALLS = {
     "another call": r"^rank 1: state_dict\(\).*; rank 0: step\(x, y\)",
     "another batch": r"^rank 1: x 3 x \[3, 6\] \w+ and 1 x \[2, 6\] \w+; y [^;]*; weights [^;]*; rank 0: x 4 x ",
     "other rows": r"^rank 1 has other rows than rank 0, of the same shape: .*\n  try: no DistributedSampler",
+    "one evaluates": r"^rank 1: evaluate\(x, y\); to evaluate; rank 0: step\(x, y\); to learn; frozen nothing\n",
     "another mode": r"^rank 1: modes train train train; rank 0: modes eval eval eval\n",
 }
 

@@ -7,6 +7,8 @@ import re
 import processes
 import pytest
 
+import pipelab
+
 pytestmark = pytest.mark.dist
 
 SITUATIONS = [
@@ -70,6 +72,16 @@ def test_a_steps_outputs_stay_on_the_last_stages_rank_a_forwards_go_to_all(said)
             assert "on rank 3" in fact["outputs"]
             assert "try: pipe.forward(x)" in fact["outputs"]
         assert fact["forward"]
+
+
+def test_an_evaluation_has_the_threads_engines_loss_and_a_trace_of_forwards(said):
+    plan = pipelab.Interleaved1F1B(4, 8).forwards()
+    for (fact,) in said("bits"):
+        assert (fact["evaluated"], fact["its_outputs"], fact["its_gradients"]) == (True, True, True)
+        trace = pipelab.Trace.from_dict(fact["its_trace"])
+        assert trace.plan == plan
+        assert all(event.start < event.end for event in trace.events)
+        assert fact["its_trace"] == said("bits")[0][0]["its_trace"]
 
 
 def test_every_process_verifies_all_parameters(said):
@@ -173,6 +185,7 @@ def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine
         assert fact["gradients"] < 1e-6  # of two steps, added up
         assert fact["largest_difference"] < 1e-6
         assert fact["forward"]
+        assert fact["evaluated"]
         assert fact["refused"].startswith("stage 0 is on ranks 0, 2, and its BatchNorm1d '' tracks running statistics")
         assert fact["reduces"] == ["0R", "1R", "0R", "1R"]
 

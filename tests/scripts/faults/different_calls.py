@@ -15,6 +15,7 @@ def disagree():
         attempt("other rows", lambda: pipe.step(*plain.batch(12, seed=7 if odd else 1)))
         attempt("another mode", lambda: pipe.forward(x) if odd else pipe.eval().forward(x))
         pipe.train()
+        attempt("one evaluates", lambda: pipe.evaluate(x, y) if odd else pipe.step(x, y))
         pipe.step(x, y)  # as if nothing had been
 
 

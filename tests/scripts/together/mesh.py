@@ -36,6 +36,7 @@ with pipe:
     trace = pipe.step(x, y).trace
     state = pipe.state_dict()
     forward = pipe.forward(x)
+    evaluated = pipe.evaluate(x, y).loss
 with Pipeline(twin, plan, mse) as pipe:
     expected = train(pipe, torch.optim.Adam(pipe.parameters(), lr=0.01), range(3))
     pipe.step(x, y)
@@ -48,6 +49,7 @@ say(
     gradients=plain.difference(twice, {name: twin.get_parameter(name).grad for name in twice}),
     largest_difference=proof.largest_difference,
     forward=torch.allclose(forward, twin(x), atol=1e-6),
+    evaluated=torch.allclose(evaluated, mse(twin(x), y), atol=1e-6),
     refused=refused,
     reduces=[str(event.action) for event in trace.events if event.action.kind == "R"],
 )

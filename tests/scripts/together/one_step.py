@@ -20,6 +20,8 @@ twin = copy.deepcopy(model)
 x, y = plain.batch(ROWS)
 with Pipeline(twin, plan, mse) as pipe:
     theirs = pipe.step(x, y)
+    with torch.no_grad():
+        known = pipe.evaluate(x, y)
 gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
 with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     ours = pipe.step(x, y)
@@ -29,6 +31,8 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
     except pipelab.EngineError as error:
         outputs = str(error)
     forward = pipe.forward(x)
+    evaluated = pipe.evaluate(x if pipe.is_first else None, y if pipe.is_last else None)
+    untouched = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if name in here}
     proof = pipe.verify(x, y)
     say(
         case="bits",
@@ -39,6 +43,10 @@ with Pipeline(model, plan, mse, engine="torch", timeout=60) as pipe:
         names=sorted(here),
         outputs=outputs,
         forward=torch.equal(forward, theirs.outputs),
+        evaluated=torch.equal(evaluated.loss, known.loss) and torch.equal(known.loss, theirs.loss),
+        its_outputs=not pipe.is_last or torch.equal(evaluated.outputs, theirs.outputs),
+        its_gradients=all(torch.equal(gradient, gradients[name]) for name, gradient in untouched.items()),
+        its_trace=evaluated.trace.to_dict(),
         exact=proof.exact,
         compared=proof.parameters,
         whole=proof.whole_batch_difference < 1e-6,

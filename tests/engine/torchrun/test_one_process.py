@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from strategies import legal_cases
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import pipelab
 from pipelab import (
@@ -513,3 +515,24 @@ def test_a_closed_pipeline_leaves_no_connections_behind():
         pipe.close()  # once more does no harm
         with pytest.raises(UsageError, match="this pipeline is closed"):
             pipe.step(*plain.batch(4))
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_draws_of_dtensors_keep_their_own_random_state():
+    mesh, masks = init_device_mesh("cpu", (1,)), []
+
+    def spread(self, x):
+        made = self.drop(DTensor.from_local(x, mesh) @ self.weight).full_tensor()
+        masks.append(made.detach() != 0)
+        return made
+
+    weight = nn.Parameter(distribute_tensor(torch.eye(6), mesh))
+    stage, (x, y) = plain.Made(spread, drop=nn.Dropout(0.5), weight=weight), plain.batch(4)
+    torch.manual_seed(7)
+    expected = [(stage(rows) != 0).detach() for rows in x.chunk(2)]
+    with Pipeline([stage], GPipe(1, 2), mse, engine="torch") as pipe:
+        for _ in range(2):
+            torch.manual_seed(7)
+            with pytest.warns(UserWarning, match="does not see") if len(masks) == 2 else contextlib.nullcontext():
+                pipe.step(x, y)
+            assert all(map(torch.equal, masks[-2:], expected))

@@ -188,7 +188,7 @@ class Student:
     def pieces(self, x: torch.Tensor, y: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
         """Return rows, targets and share of each micro-batch."""
         cut = zip(x.tensor_split(self.many), y.tensor_split(self.many), strict=True)
-        return [(rows, own, weight_of(self.case, own) / weight_of(self.case, y)) for rows, own in cut]
+        return [(rows.clone(), own, weight_of(self.case, own) / weight_of(self.case, y)) for rows, own in cut]
 
     def run(self, x, y, between=lambda m, value: value, inputs=lambda rows: rows, loss=None, after=lambda m: None):
         """Run a right loop, but for what is changed: the value between the stages, inputs, the loss, `.grad` after."""
@@ -203,8 +203,8 @@ class Student:
         made, sent = [], []
         for rows, targets, share in self.pieces(x, y):
             made.append(self.first(rows))
-            sent.append(made[-1].detach().requires_grad_())
-            (share * self.case.loss(self.second(sent[-1]), targets)).backward() if share else None
+            sent.append(made[-1].detach().clone().requires_grad_())
+            (share * self.case.loss(self.second(sent[-1].clone()), targets)).backward() if share else None
         own = [torch.zeros_like(each) if each.grad is None else each.grad for each in sent]
         for value, gradient in zip(made, back(own), strict=True):
             value.backward(gradient)
@@ -274,7 +274,7 @@ def buffered(s: Student, x, y):
     """A buffer is used again: the second stage's backward reads what another micro-batch has left there."""
     pieces = s.pieces(x, y)
     for m, (rows, targets, share) in enumerate(pieces):
-        buffer, other = s.first(rows).detach(), s.first(pieces[m - 1][0]).detach()
+        buffer, other = s.first(rows).detach().clone(), s.first(pieces[m - 1][0].clone()).detach()
         loss = share * s.case.loss(s.second(buffer), targets)
         buffer.data[: len(other)] = other[: len(buffer)]
         loss.backward()
@@ -567,7 +567,7 @@ def fuzz_unseen_steps(seed: int) -> str | None:
 fuzz_unseen_steps.seeds = 12
 
 
-if __name__ == "__main__":  # python -m tests.fuzz.diagnose 6: how many of so many seeds are named, for each wrong step
+if __name__ == "__main__":  # PYTHONPATH=.:tests python -m fuzz.diagnose 6: of 6 seeds, how each is called
     for name in UNSEEN:
         verdicts = Counter(judged(name, seed).partition(":")[0] for seed in range(int(sys.argv[1])))
         print(f"{name:45}", ", ".join(f"{verdict} {many}" for verdict, many in verdicts.items()), flush=True)

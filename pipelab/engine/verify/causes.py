@@ -33,12 +33,13 @@ from pipelab.engine.verify.reference import (
     loss_of,
     nearby_weights,
     relative,
+    rounding_of,
     shares_of,
     shown,
     slopes_of,
 )
 
-WHOLE_BATCH_TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Largest difference (2-norm, per parameter) from the whole batch's gradient, relative to the sum itself: generous,
 because a wrong weight is off by far more than rounding. Types that round more coarsely allow more."""
 
@@ -277,6 +278,11 @@ def _random(e: Evidence) -> bool:
     return same and not other
 
 
+def _adds_again(e: Evidence) -> bool:
+    more = e.trial.stepped(*e.batch) - e.left
+    return e.rounding(more - e.plain) and not e.rounding(more)
+
+
 def _other_batch(e: Evidence) -> str:
     x, y = (e.trial.taken(part, (row // 2 for row in range(sum(e.sizes.rows)))) for part in e.batch)  # half, twice
     left, plain = e.trial.stepped(x, y), e.trial.plainly(x, y)
@@ -318,7 +324,12 @@ class Whole:
     reduction: Reduction | None
     batch_dim: int
     rewind: Callable[[], None]
-    allowed: float  # the largest difference that may be rounding
+    types: set[torch.dtype]  # in which it computes
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference that may be rounding."""
+        return max(_TOLERANCE, rounding_of(self.types))
 
     def difference(self, sums: Gradients) -> Difference:
         """Compare these sums of the micro-batches' gradients, and look again if they differ too much.
@@ -335,8 +346,7 @@ class Whole:
                 size, wrong = self._compared(self.plain.gradients())
                 least, faults = min(size, least), faults + bool(wrong)
                 if wrong and faults > NEARBY // 2:
-                    code, found = next(_found(self), ("rows-mixed", wrong[-1]))
-                    words = found if isinstance(found, tuple) else [found]
+                    code, words = next(_found(self), ("rows-mixed", (wrong[-1],)))
                     why = said(code, *words, microbatches=len(self.plain.rows))
                     return Difference(size, bool(looks), code, _NOT_THE_SUM.format(wrong[0], size, why))
         return Difference(least, bool(looks))
@@ -411,9 +421,10 @@ class Whole:
 
     def unlike(self, ours: Any, theirs: Any) -> list[bool]:
         """Return, for each tensor of two values, whether they differ by more than rounding."""
+        ours, theirs = ([leaf.to(torch.cdouble) for leaf in tensors_of(value)] for value in (ours, theirs))
         return [
             one.shape != other.shape or float((one - other).norm()) > self.allowed * float(other.norm())
-            for one, other in zip(*(map(_double, tensors_of(value)) for value in (ours, theirs)), strict=True)
+            for one, other in zip(ours, theirs, strict=True)
         ]
 
     def feels(self, index: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
@@ -450,10 +461,6 @@ def _spreads(e: Whole) -> tuple[object, ...]:
     before, after = (e.plain.loss_fn(output, targets.to(output.device)) for targets in (e.y, turned))
     shapes = list(output.shape), list(e.y.shape), str(list(output.shape))[1:-1]
     return shapes if torch.allclose(before, after, rtol=1e-4) else ()
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.cdouble if tensor.is_complex() else torch.double)
 
 
 def _pairs(e: Whole) -> bool:
@@ -605,11 +612,7 @@ CAUSES = {
     "weight-decay": Cause("The gradients contain {} times the weights.", "leave it to the optimizer", _decay),
     "other-targets": Cause("Outputs meet the targets of other rows: {}.", "number micro-batches in both", _shift),
     "swapped": Cause("Gradients are swapped: {}.", "look for a flat buffer that is cut in another order", _swapped),
-    "no-zero-grad": Cause(
-        "When it runs again, the step adds to what it has left before.",
-        _EMPTY,
-        lambda e: e.rounding(e.trial.stepped(*e.batch) - e.left - e.plain),
-    ),
+    "no-zero-grad": Cause("When it runs again, the step adds to what it has left before.", _EMPTY, _adds_again),
     "other-batch": Cause("On another batch, the step {}.", "look for a batch of another step", _other_batch),
     "stale-weights": Cause("With new weights the step leaves older gradients: it computes with a copy.", _COPY, _stale),
     "random-numbers": Cause("With other random numbers, the step leaves other gradients.", _NOISE, _random),
@@ -722,16 +725,15 @@ def said(code: str, *found: object, **more: object) -> str:
 
 def cause_of(evidence: Evidence, share: str) -> Finding:
     """Return the first cause that the evidence shows, or none; `share` says how much no counts explain."""
-    for code, found in _found(evidence):
-        words = CAUSES[code].words.format(listed(found) if isinstance(found, list) else found)
-        return Finding(code, f"{share}\n{words}")
-    return Finding("unexplained", share)
+    code, words = next(_found(evidence), ("unexplained", ()))
+    return Finding(code, "\n".join(filter(None, [share, finding(code, *words).words])))
 
 
-def _found(e: Evidence | Whole) -> Iterator[tuple[str, Any]]:
-    """Yield each cause that is found, and what was found."""
+def _found(e: Evidence | Whole) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield each cause that is found, and what was found, for its sentence."""
     for code, cause in CAUSES.items():
         with suppress(Exception):  # a model, a loss or a step that does not take what is tried
             look: Any = cause.at_once if isinstance(e, Whole) else cause.explains
             if found := look and look(e):
-                yield code, found
+                words = listed(found) if isinstance(found, list) else found
+                yield code, words if isinstance(words, tuple) else (words,)

@@ -27,17 +27,7 @@ from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.snapshot import RandomSnapshot, restored
 from pipelab.engine.stage.streams import LOSS, latest
-from pipelab.engine.verify.causes import (
-    CAUSES,
-    CUT_BEFORE,
-    WHOLE_BATCH_TOLERANCE,
-    Cause,
-    Finding,
-    Whole,
-    cause_of,
-    finding,
-    named,
-)
+from pipelab.engine.verify.causes import CAUSES, CUT_BEFORE, Cause, Finding, Whole, cause_of, finding, named
 from pipelab.engine.verify.reference import (
     ANEW,
     NEARBY,
@@ -297,10 +287,10 @@ def _at_once(e: Evidence, right: Diagnosis) -> Diagnosis:
         plain = trial.reference(x, y, e.sizes.shares)
         run = lambda given: trial.run(given[0])  # noqa: E731 - beside it, a pipeline has keywords
         plain = replace(plain, rows=[(rows, {}) for rows in plain.rows], forward=run)
-        allowed, (x, y) = max(WHOLE_BATCH_TOLERANCE, rounding_of(e.types)), unmarked(e.batch)
+        x, y = unmarked(e.batch)
         trial.rewind()
         try:
-            whole = Whole(trial.model, run, plain, (x, {}), y, trial.reduction, trial.batch_dim, trial.rewind, allowed)
+            whole = Whole(trial.model, run, plain, (x, {}), y, trial.reduction, trial.batch_dim, trial.rewind, e.types)
             found = whole.difference(plain.gradients())
         except Exception as error:  # noqa: BLE001 - it ran on each micro-batch
             unproven = (f"the model does not take the whole batch ({in_short(error)})",)

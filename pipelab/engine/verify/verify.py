@@ -19,7 +19,7 @@ from pipelab.engine.stage.inputs import taken, unmarked
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, RandomSnapshot, restored
 from pipelab.engine.stage.streams import StepStreams
-from pipelab.engine.verify.causes import CUT_BEFORE, WHOLE_BATCH_TOLERANCE, Difference, Whole, said
+from pipelab.engine.verify.causes import CUT_BEFORE, Difference, Whole, said
 from pipelab.engine.verify.reference import (
     ANEW,
     OTHERWISE,
@@ -319,10 +319,8 @@ def _at_once(both: _Comparison, sums: Gradients) -> tuple[Difference | None, tup
     if pipe.cut.ready({"x": both.x, "y": both.y, "keywords": both.keywords}):
         return None, (CUT_BEFORE,)
     types = {parameter.dtype for parameter in both.plain.parameters.values()} | both.plain.caller.types
-    allowed, cut = max(WHOLE_BATCH_TOLERANCE, rounding_of(types)), pipe.cut.batch_dim
-    x, y = unmarked((both.x, both.keywords)), unmarked(both.y)
-    forward = partial(_through_model, pipe)
-    whole = Whole(pipe.stages.named, forward, both.plain, x, y, pipe.reduction, cut, both.rewind, allowed)
+    x, y, forward = unmarked((both.x, both.keywords)), unmarked(both.y), partial(_through_model, pipe)
+    whole = Whole(pipe.stages.named, forward, both.plain, x, y, pipe.reduction, pipe.cut.batch_dim, both.rewind, types)
     try:
         found = whole.difference(sums)
     except Exception as error:

@@ -453,7 +453,7 @@ class Sizes:
         ]
         own = [known for known in own if known.size > 1]
         others = [Number(one.size * two.size, f"{one.what} times {two.what}") for one, two in combinations(own, 2)]
-        others += [Number(2**n, f"2^{n}, as a GradScaler's scale", "loss-scale", "loss-scale") for n in range(8, 33)]
+        own += [Number(2**n, f"2^{n}, as a GradScaler's scale", "loss-scale", "loss-scale") for n in range(8, 33)]
         fitting = [[known for known in some if abs(number / known.size - 1) <= slack] for some in (own, others)]
         return fitting[0] or fitting[1]
 
@@ -497,7 +497,8 @@ class Counts:
         """Return how many whole times each micro-batch counts, and the factor besides; `None` if they do not."""
         least = self.numbers[self.numbers.abs() > self.slack].abs().min()
         times = (self.numbers / least).round()
-        return times, None if (times.abs() > _MOST_TIMES).any() else self.multiple_of(times)
+        unsure = bool((times.abs() > _MOST_TIMES).any()) or self.slack > least / 4
+        return times, None if unsure else self.multiple_of(times)
 
     def multiple_of(self, pattern: torch.Tensor) -> float | None:
         """Return by which factor the counts are a pattern; `None` if they are not."""

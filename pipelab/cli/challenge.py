@@ -90,20 +90,15 @@ def _try(level: Level, target: str) -> None:
             echo(f"and {more} more: pipelab check shows all", error=True)
         raise typer.Exit(1)
     echo(text.timeline(attempt.trace))
-    echo(folded(f"{level.title}: {_said(attempt)}"))
+    score = f"{attempt.score:g} {level.unit}"
+    ahead = "good" if attempt.reached == "good" else f"legal; good is {level.good:g}"
+    par = f"{score}. Par! No order does better. {level.lesson}"
+    echo(folded(f"{level.title}: {par if attempt.reached == 'par' else f'{score}, {ahead}; par is {level.par:g}'}"))
     if (built := attempt.recognised) is not None:
         say(f"you built {built}: {schedules[built].source}")
     if attempt.looked_up:
         say("looked up: now you know where it leads. Write it yourself, and it counts")
     _keep(attempt)
-
-
-def _said(attempt: Attempt) -> str:
-    level = attempt.level
-    if attempt.reached == "par":
-        return f"{attempt.score:g} {level.unit}. Par! No order does better. {level.lesson}"
-    ahead = "good" if attempt.reached == "good" else f"legal; good is {level.good:g}"
-    return f"{attempt.score:g} {level.unit}, {ahead}; par is {level.par:g}"
 
 
 def _file() -> Path:

@@ -59,7 +59,10 @@ def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
             raise FormatError(f"{shorten(text)} is no layout: it has more than {_MOST} letters and bars")
         before, found = found, _REPEATED.sub(lambda each: (each[1] or each[2]) * int(each[3]), found)
     if not _VALID.fullmatch(found):
-        raise FormatError(f"{shorten(text)} is no layout: {_wrong(found)}\n  try: {write_layout(_righted(found))}")
+        stages = found.split("|")  # of which the right one has as many decoder layers, each in its stage
+        last = max((number for number, stage in enumerate(stages) if set("tm") & set(stage)), default=0)
+        right = _letters([stage.count("t") for stage in stages], last, found.count("m"))
+        raise FormatError(f"{shorten(text)} is no layout: {_wrong(found)}\n  try: {write_layout(right)}")
     return found.split("|")
 
 
@@ -74,14 +77,6 @@ def _wrong(found: str) -> str:
         ("every t has to come before every m", "t" in layers.partition("m")[2]),
     )
     return ", ".join(words for words, broken in rules if broken)
-
-
-def _righted(found: str) -> list[str]:
-    """Return a layout with the same numbers of stages and layers, each decoder layer in its stage."""
-    stages = found.split("|")
-    counts = tuple(stage.count("t") for stage in stages)
-    at = max((number for number, stage in enumerate(stages) if set("tm") & set(stage)), default=0)
-    return _letters(counts, at, found.count("m"))
 
 
 def write_layout(stages: Sequence[str]) -> str:

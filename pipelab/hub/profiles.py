@@ -156,6 +156,10 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
     for rows in spans.values():
         rows.sort(key=lambda each: (each[0], -each[1]))
     known = [(launches[event.called], event) for event in ran if event.called in launches]
+    work: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for at, event in known:
+        if not event.collective:
+            work[event.stream].append((at, *event.span[:2]))
     if known:
         spans["received"] = sorted((at, *event.span[1:]) for at, event in known if event.collective)
     about, host = data.get("distributedInfo"), data.get("host_name")
@@ -167,17 +171,8 @@ def read_file(path: str, data: Mapping[str, Any], ahead: float) -> File:
         host if isinstance(host, str) else None,
         bool(launches) or "nccl" in str(about.get("backend")),
         spans,
-        _kernels([(at, event) for at, event in known if not event.collective]),
+        sorted(max(work.values(), key=lambda ran: sum(end - start for _, start, end in ran), default=[])),
     )
-
-
-def _kernels(known: Sequence[tuple[float, _Event]]) -> list[tuple[float, float, float]]:
-    """Return what ran on the stream with the most work, in the order of its launches."""
-    work: dict[str, float] = defaultdict(float)
-    for _, event in known:
-        work[event.stream] += event.span[1] - event.span[0]
-    busiest = max(work, key=work.__getitem__, default="")
-    return sorted((at, *event.span[:2]) for at, event in known if event.stream == busiest)
 
 
 class _Event(NamedTuple):
@@ -293,8 +288,8 @@ def whole_steps(file: File) -> list[list[Ran]]:
         if not begun.issuperset((each.stage, each.microbatch) for each in ran.actions):
             steps[-1] = []  # the profiler began after this action's forward
             begun.clear()
-    whole = [step for step in steps if step and _is_whole(step)]
-    if whole:
+    # Every forward has its backward, or its weight gradient.
+    if whole := [step for step in steps if step and _places(step, "F") == _places(step, "BW")]:
         return whole
     if any(steps):
         raise FormatError(
@@ -309,14 +304,9 @@ def whole_steps(file: File) -> list[list[Ran]]:
     )
 
 
-def _is_whole(step: Sequence[Ran]) -> bool:
-    """Return whether every forward has its backward, or its weight gradient."""
-    forwards, backwards = ([action for action in _actions(step) if action.kind in kinds] for kinds in ("F", "BW"))
-    return sorted(map(_place, forwards)) == sorted(map(_place, backwards))
-
-
-def _place(action: Action) -> tuple[int, int]:
-    return action.stage or 0, action.microbatch or 0
+def _places(step: Iterable[Ran], kinds: str) -> list[tuple[int, int]]:
+    """Return the stages and micro-batches of some kinds of actions."""
+    return sorted((each.stage or 0, each.microbatch or 0) for each in _actions(step) if each.kind in kinds)
 
 
 def _read(files: Iterable[tuple[str, Any]]) -> Iterator[File]:
@@ -341,7 +331,10 @@ def _number(files: Sequence[File], step: int | None) -> int:
         raise FormatError(
             f"{most} holds {max(counts)} whole steps, {least} only {min(counts)}: profile the same steps on every rank"
         )
-    number = _median(files) if step is None else step
+    lengths = [
+        max(row[-1].end - row[0].start for row in rows) for rows in zip(*(file.steps for file in files), strict=True)
+    ]
+    number = lengths.index(median_low(lengths)) if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < counts[0]:
         raise UsageError(f"step={shorten(step)}: the files hold {counts[0]} whole steps, from 0 to {counts[0] - 1}")
     return number
@@ -419,7 +412,7 @@ def _require_ends(files: Sequence[File]) -> None:
 
 def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int, int]:
     """Return how many stages and micro-batches there are."""
-    places = [_place(action) for action in _actions(chain.from_iterable(chosen))]
+    places = _places(chain.from_iterable(chosen), "FBIWR")
     stages = {stage for stage, _ in places}
     labels = chain.from_iterable(file.spans["label"] for file in files)
     moved = filter(None, (MOVED.fullmatch(name) for _, _, name in labels))  # where a value goes to or comes from
@@ -431,13 +424,6 @@ def _sizes(files: Sequence[File], chosen: Sequence[Sequence[Ran]]) -> tuple[int,
             "all ranks of the pipeline"
         )
     return missing, 1 + max(microbatch for _, microbatch in places)
-
-
-def _median(files: Sequence[File]) -> int:
-    """Return which step has the median length."""
-    steps = zip(*(file.steps for file in files), strict=True)
-    lengths = [max(row[-1].end - row[0].start for row in rows) for rows in steps]
-    return lengths.index(median_low(lengths))
 
 
 # Times
@@ -465,8 +451,9 @@ def offsets_of(
     Ranks on one machine share a clock. Each value that goes from one machine to another says how far the other's clock
     must be ahead at least, and each that comes back, at most. In between, the middle is taken.
     """
-    early = _early(bound, times)
-    clocks = _clocks(hosts, early)
+    early, clocks = _early(bound, times), [hosts.index(host) for host in hosts]
+    if any(clocks[one] == clocks[other] and time > _NOISE[-1] for (one, other), time in early.items()):
+        clocks = [*range(len(hosts))]  # machines of the same name, or of none
     if len(set(clocks)) == 1:
         return [0.0] * len(hosts), ""
     edges = defaultdict[tuple[int, int], float](lambda: -inf)
@@ -478,20 +465,19 @@ def offsets_of(
         least = _longest(slackened, len(hosts))
         most = _longest({(other, one): time for (one, other), time in slackened.items()}, len(hosts))
         if least is not None and most is not None:
-            return _between([(least[clock], -most[clock]) for clock in clocks], noise)
+            sides = [(least[clock], -most[clock]) for clock in clocks]  # the least and the most that may be added
+            if any(low == -inf for low, _ in sides):
+                raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
+            error = max((high - low) / 2 for low, high in sides) + noise
+            found = [(low + high) / 2 for low, high in sides]
+            far = max(map(abs, found)) / 1e3
+            return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
     one, other = max(edges, key=lambda between: edges[between] + edges.get(between[::-1], -inf))
     raise FormatError(
         f"no clocks fit: between ranks {one} and {other}, values would be used "
         f"{(edges[one, other] + edges.get((other, one), 0)) / 1e3:.3g} ms before they were made: are the files of one "
         "run, and of the same steps?"
     )
-
-
-def _clocks(hosts: Sequence[str | None], early: Mapping[tuple[int, int], float]) -> list[int]:
-    """Return the clock of each rank: its machine's, unless the machines have the same name, or none."""
-    clocks = [hosts.index(host) for host in hosts]
-    wrong = (clocks[one] == clocks[other] and time > _NOISE[-1] for (one, other), time in early.items())
-    return [*range(len(hosts))] if any(wrong) else clocks
 
 
 def _early(bound: BoundPlan, times: Sequence[Sequence[Times]]) -> dict[tuple[int, int], float]:
@@ -505,16 +491,6 @@ def _early(bound: BoundPlan, times: Sequence[Sequence[Times]]) -> dict[tuple[int
                 between = bound.rank_of[giver], rank
                 early[between] = max(early[between], ended[giver] - time.start)
     return early
-
-
-def _between(sides: Sequence[tuple[float, float]], noise: float) -> tuple[list[float], str]:
-    """Return the middle between the least and the most that may be added to each rank's clock; and a remark."""
-    if any(low == -inf for low, _ in sides):
-        raise FormatError("no value goes from some ranks to others: are all files of one pipeline?")
-    error = max((high - low) / 2 for low, high in sides) + noise
-    found = [(low + high) / 2 for low, high in sides]
-    far = max(map(abs, found)) / 1e3
-    return found, f"clocks moved by up to {far:.3g} ms, aligned within {error / 1e3:.2g} ms"
 
 
 def _longest(edges: Mapping[tuple[int, int], float], nodes: int) -> list[float] | None:

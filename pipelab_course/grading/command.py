@@ -91,7 +91,9 @@ def grade_command(
         where, name = _split(target)
         pars = settings(par or [], "--par")
         schedule, cost = name if par or name else None, asdict(times.cost())
-        points = _points(marks, homework) if marks else {}
+        points = files.read_data(marks, "a file of points", toml=True).get(homework) if marks else {}
+        if not isinstance(points, dict):
+            raise UsageError(f"{marks} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
         assignment = Assignment(
             schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant, homework, points
         )
@@ -103,7 +105,10 @@ def grade_command(
             return
         found, skipped = submissions(where, out.alone, HOMEWORKS[homework].file)
         several = not (out.alone or where.is_file() or (where / HOMEWORKS[homework].file).exists())
-        _warn(several, skipped)
+        if several and not sandbox():
+            echo(_OPEN, error=True)
+        for each, why in skipped.items():
+            echo(clean(f"skipped: {each} ({why})"))
         shown = _shown(grade(found, assignment, limits, workers), found if several else [])
         complete = finished(_kept(shown, grades, partial(out.write, grades, several, skipped)), len(found), "graded")[1]
         if several:
@@ -169,14 +174,6 @@ _OPEN = (
 )
 
 
-def _warn(several: bool, skipped: Mapping[str, str]) -> None:
-    """Say what other submissions could do without a sandbox, and which hand-ins are skipped."""
-    if several and not sandbox():
-        echo(_OPEN, error=True)
-    for name, why in skipped.items():
-        echo(clean(f"skipped: {name} ({why})"))
-
-
 def _kept(shown: Iterator[Grade], grades: list[Grade], write: Callable[[], object]) -> Iterator[Grade]:
     """Collect grades, and write all files after each: a disk that is full now may not be so at the end."""
     for made in shown:
@@ -217,14 +214,6 @@ def _named(targets: Sequence[str]) -> tuple[str, str | None]:
     path = Path(target or "")
     usual = (name for name, each in HOMEWORKS.items() if path.name == each.file or (path / each.file).exists())
     return next(iter([*named, *usual]), "hw4"), target
-
-
-def _points(path: Path, homework: str) -> dict[str, int]:
-    read = files.read_data(path, "a file of points", toml=True)
-    if not isinstance(read.get(homework), dict):
-        raise UsageError(f"{path} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
-    points: dict[str, int] = read[homework]
-    return points
 
 
 def _split(target: str | None) -> tuple[Path | None, str]:

@@ -103,8 +103,9 @@ class Devices(TorchFunctionMode):
 
     def _goal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
         """Return where a call puts its result, or `None` if it does not say."""
-        given = [each for each in (*args[1:], *kwargs.values()) if _is_device(each)] if func in _MOVES else []
-        goal = [*given, kwargs.get("device")][0]
+        given = (*args[1:], *kwargs.values()) if func in _MOVES else ()
+        kinds = (torch.device, str, torch.Tensor)
+        goal = next((each for each in given if isinstance(each, kinds) or type(each) is int), kwargs.get("device"))
         if goal is None:
             return {torch.Tensor.cpu: HOST, torch.Tensor.cuda: gpu(0)}.get(func)
         if isinstance(goal, torch.Tensor):
@@ -134,19 +135,12 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 def _moved(goal: torch.device, tensor: torch.Tensor, *given: Any) -> torch.Tensor:
     """Return a tensor at its goal, in the last type that was given: itself, if it is there already."""
     moved = tensor
-    for value in filter(_is_type, given):
-        moved = moved.to(getattr(value, "dtype", value))
+    for value in given:
+        if isinstance(value, torch.dtype | torch.Tensor):
+            moved = moved.to(getattr(value, "dtype", value))
     if moved is tensor and goal != place_of(tensor):
         moved = tensor.view_as(tensor)
     return tensor if moved is tensor else put(moved, goal)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device | str | torch.Tensor) or type(value) is int
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, torch.dtype | torch.Tensor)
 
 
 _NOTHING = {"current_device": 0, "get_device_name": "emulated", "get_device_capability": (0, 0), "mem_get_info": (0, 0)}

@@ -211,8 +211,6 @@ class Recorded:
                 self._targets[m] = (place, right and self._targets.get(m, (place, True))[1])
 
 
-FUNCTION = "run_1F1B_homework"
-PARAMETERS = ("model", "micro_batches", "loss_fn")
 STEPS = 20
 LEARNING_RATE = 0.1
 
@@ -371,7 +369,7 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None],
     `at` is called with what is about to run. A LookupError says that the module has no such function.
     """
     with emulated(2):  # a script may move its model when it is imported
-        function = function_of(load(), FUNCTION, PARAMETERS)
+        function = function_of(load(), "run_1F1B_homework", ("model", "micro_batches", "loss_fn"))
     runs: list[Data] = []
     shown = _shown(name)
     for rows in shown:

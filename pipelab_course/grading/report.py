@@ -22,7 +22,7 @@ from pipelab_course.grading.tasks import Grade, Mark
 def as_text(grade: Grade) -> str:
     """Return a grade for its student: each task, and for those that failed what was expected and found, and a hint."""
     head = f"{grade.submission}: {grade.score} of {grade.max_score} points, {_word(grade.passed)}"
-    parts = [head, grade.reason, grade.note]
+    parts = [head, grade.reason, grade.note, grade.to_read]
     if not grade.reason:
         several = sum(not mark.passed for mark in grade.marks) > 1
         parts.append("Begin with the first task that failed; the others may follow from it." if several else "")
@@ -33,7 +33,8 @@ def as_text(grade: Grade) -> str:
 def as_line(grade: Grade) -> str:
     """Return a grade in one line, for a folder of them."""
     why = "; ".join(f"{status}: {names}" for status in ("failed", "not reached") if (names := grade.named(status)))
-    return f"{grade.score:3} of {grade.max_score}  {'passed' if grade.passed else grade.reason or why}"
+    said = "passed" if grade.passed else grade.reason or why
+    return f"{grade.score:3} of {grade.max_score}  {said}  {grade.to_read}".rstrip()
 
 
 def _lines(mark: Mark) -> list[str]:
@@ -53,13 +54,13 @@ def as_json(grade: Grade) -> dict[str, Any]:
     """Return everything that is known about a grade."""
     totals = {"passed": grade.passed, "score": grade.score, "max_score": grade.max_score}
     known = {name: value for name, value in asdict(grade).items() if name != "marks"}
-    return known | totals | {"tasks": [_task_as_json(mark) for mark in grade.marks]}
-
-
-def _task_as_json(mark: Mark) -> dict[str, Any]:
-    known = {name: value for name, value in asdict(mark).items() if name not in ("task", "reached")}
-    task = {"name": mark.task.name, "max_score": mark.task.points, "hidden": mark.task.hidden}
-    return task | {"status": mark.status, "passed": mark.passed} | known
+    tasks = [
+        {"name": mark.task.name, "max_score": mark.task.points, "hidden": mark.task.hidden}
+        | {"status": mark.status, "passed": mark.passed}
+        | {name: value for name, value in asdict(mark).items() if name not in ("task", "reached")}
+        for mark in grade.marks
+    ]
+    return known | totals | {"tasks": tasks}
 
 
 def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
@@ -73,7 +74,7 @@ def table(grades: Sequence[Grade], skipped: Mapping[str, str]) -> Table:
             **{mark.task.name: mark.score for mark in grade.marks},
             "failed": grade.named("failed"),
             "not reached": grade.named("not reached"),
-            "reason": grade.reason or grade.note,
+            "reason": "; ".join(filter(None, (grade.reason or grade.note, grade.to_read))),
             "seconds": round(grade.seconds, 2),
         }
         for grade in sorted(grades, key=lambda grade: grade.submission)
@@ -102,7 +103,7 @@ def gradescope(grade: Grade) -> dict[str, Any]:
     return {
         "score": grade.score,
         "execution_time": round(grade.seconds, 3),
-        "output": "\n".join(filter(None, (grade.reason, grade.note))) or _word(grade.passed),
+        "output": "\n".join(filter(None, (grade.reason, grade.note, grade.to_read))) or _word(grade.passed),
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": [
@@ -175,7 +176,13 @@ def classroom50(grade: Grade, environment: Mapping[str, str] = os.environ) -> di
         return next((environment[name] for name in names if environment.get(name)), "unknown")
 
     tag = told("SUBMISSION_TAG")
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    form = "%Y-%m-%dT%H:%M:%SZ"
+    now = at = datetime.now(UTC).strftime(form)
+    if shutil.which("git"):  # when the commit was made: the time of the submission, which stays if it is graded again
+        command = ["git", "show", "-s", "--format=%cd", f"--date=format-local:{form}", "--end-of-options"]
+        command.append(environment.get("GITHUB_SHA", ""))
+        made = subprocess.run(command, env=os.environ | {"TZ": "UTC"}, capture_output=True, text=True, check=False)  # noqa: S603
+        at = made.stdout.strip() or now
     tests = [
         {"test-name": mark.task.name, "passed": mark.passed, "score": mark.score, "max-score": mark.task.points}
         | {"status": mark.status, "output": "\n".join([*filter(None, [grade.reason]), *_lines(mark)])}
@@ -191,17 +198,9 @@ def classroom50(grade: Grade, environment: Mapping[str, str] = os.environ) -> di
         "commit": told("COMMIT_URL", "GITHUB_SHA"),
         "release": told("RELEASE_URL"),
         "review": told("REVIEW_URL", "COMMIT_URL", "GITHUB_SHA"),
-        "datetime": (_committed(environment.get("GITHUB_SHA", "")) if shutil.which("git") else "") or now,
+        "datetime": at,
         "graded_at": now,
         "score": grade.score,
         "max-score": grade.max_score,
         "tests": tests,
     }
-
-
-def _committed(commit: str) -> str:
-    """Return when a commit was made: the time of the submission, which stays if it is graded again."""
-    form = "--date=format-local:%Y-%m-%dT%H:%M:%SZ"
-    command = ["git", "show", "-s", "--format=%cd", form, "--end-of-options", commit]
-    found = subprocess.run(command, env=os.environ | {"TZ": "UTC"}, capture_output=True, text=True, check=False)  # noqa: S603
-    return found.stdout.strip()

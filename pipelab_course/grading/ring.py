@@ -10,7 +10,6 @@ import torch
 
 from pipelab_course.grading.sized import Data, Sized
 from pipelab_course.grading.tasks import Found
-from pipelab_course.ring import ring as collectives_ring
 from pipelab_course.ring.codecs import codec_of
 from pipelab_course.ring.ring import ring_all_reduce
 
@@ -33,7 +32,6 @@ class Ring(Sized):
 
     name, parameters = "ring_all_reduce", ("gradients", "encode", "decode")
     shown = ((4, 8, "mean"), (3, 120, "none"), (4, 120, "fp16"), (4, 120, "int8"))
-    own = ((collectives_ring, "codec_of"),)
 
     def hidden(self, seed: int) -> list[tuple[int, int, str]]:
         """Return sizes that the number of replicas does not divide, more replicas than numbers, and a single one."""

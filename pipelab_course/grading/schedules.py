@@ -22,15 +22,12 @@ from pipelab.trace.reading import plan_of
 from pipelab_course.grading.tasks import AmbiguousError, Assignment, Mark, Task
 
 
-def _hidden(assignment: Assignment) -> list[tuple[int, int]]:
-    """Return the hidden sizes: fewer micro-batches than ranks, a single one, and more of both."""
-    numbers = random.Random(assignment.seed)  # noqa: S311 - hidden from a reader of this file, not from an attacker
-    ranks = assignment.ranks
-    return [(2, numbers.randint(3, 6)), (ranks, 1), (ranks + 1, numbers.randint(2, ranks + 3)), (2 * ranks, 4 * ranks)]
-
-
 def _sizes(assignment: Assignment) -> list[tuple[int, int]]:
-    return [(assignment.ranks, assignment.microbatches), *_hidden(assignment)]
+    """Return the given size, and the hidden ones: fewer micro-batches than ranks, a single one, and more of both."""
+    numbers = random.Random(assignment.seed)  # noqa: S311 - hidden from a reader of this file, not from an attacker
+    ranks, few = assignment.ranks, numbers.randint(3, 6)
+    hidden = [(2, few), (ranks, 1), (ranks + 1, numbers.randint(2, ranks + 3)), (2 * ranks, 4 * ranks)]
+    return [(ranks, assignment.microbatches), *hidden]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ What the fork can reach beyond Python depends on the sandbox in which the runner
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import ctypes
@@ -19,6 +20,7 @@ import importlib
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -35,7 +37,7 @@ import torch
 
 from pipelab_course.figures import kernel_bytes
 from pipelab_course.grading import schedules
-from pipelab_course.grading.tasks import AmbiguousError, Assignment, marks_of, raised
+from pipelab_course.grading.tasks import HOMEWORKS, AmbiguousError, Assignment, marks_of, raised
 
 _KEPT = 4000
 """Characters of a submission's output that the grade shows."""
@@ -45,6 +47,9 @@ _GRACE = 0.3
 
 _MOST_RECORDED = 1 << 24
 """Bytes of a record; homework 4's has 600,000."""
+
+_DOOR = re.compile(r"__(?!init__)\w+|\w+_frame|exec|eval|compile|open|getattr|vars|globals|locals")
+"""Names by which a file reaches what it does not import."""
 
 _SUBREAPER, _DEATH_SIGNAL, _DUMPABLE = 36, 1, 4
 """Linux: inherit the orphans of one's descendants; be killed when the parent ends; be read by other processes."""
@@ -64,13 +69,9 @@ def _module(homework: str) -> Any:
 # ── In the fork ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _recorded(request: dict[str, Any], name: str, report: Callable[..., None]) -> dict[str, Any]:
+def _recorded(request: dict[str, Any], name: str, at: Callable[[str], None]) -> dict[str, Any]:
     """Import a submission and record what it does; return the record, or the reason why there is none."""
     assignment = Assignment(**request["assignment"])
-
-    def at(what: str) -> None:
-        report(at=what)
-
     try:
         at("while it is imported")
         load = partial(importlib.import_module, name)
@@ -120,7 +121,7 @@ def _run(request: dict[str, Any], folder: Path, name: str, report_to: int) -> No
         random.seed(request["assignment"]["seed"])
         torch.manual_seed(request["assignment"]["seed"])
         _limit(request["memory"])
-        done = _recorded(request, name, report)
+        done = _recorded(request, name, lambda what: report(at=what))
         lift(resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[1:] * 2)
         report(done=done)
         sys.stdout.flush()
@@ -174,6 +175,33 @@ def _written(request: dict[str, Any], folder: Path) -> str:
     return name
 
 
+def _reaches(source: bytes) -> set[str]:
+    """Return what a Python file imports, and names in it that lead to other modules, to frames or to code."""
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()  # nor is it imported
+    called, found = {node.func for node in nodes if isinstance(node, ast.Call)}, set[str]()
+    for node in nodes:
+        name = getattr(node, "attr", getattr(node, "id", ""))
+        module = isinstance(node, ast.Attribute) and node not in called and name.strip("_") in sys.stdlib_module_names
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            parent = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+            found |= {parent + alias.name for alias in node.names}
+        elif module or _DOOR.fullmatch(name):
+            found.add(name)
+    return found
+
+
+def _to_read(request: dict[str, Any]) -> str:
+    """Say by what a homework reaches beyond its start file."""
+    known = _reaches(HOMEWORKS[request["assignment"]["homework"]].template.read_bytes())
+    sources = [base64.b64decode(data) for path, data in request["files"].items() if path.endswith(".py")]
+    long = [f"{len(source) >> 20} MB of Python" for source in sources if len(source) > 1 << 20]
+    found = long or sorted(set[str]().union(*map(_reaches, sources)) - known)
+    return f"to read by eye: {', '.join(found)}" if found and request["assignment"]["schedule"] is None else ""
+
+
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
     """Run one submission and judge it; return what became of it."""
     began = time.monotonic()
@@ -193,14 +221,14 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
                 os.closerange(4, 256)  # this server's own ends, so that no other process answers in its place
                 _run(request, folder, name, 3)
             try:
-                answer = _follow(request, pid, began, lambda: _reports(reported.fileno()), printed.fileno())
+                answer = _follow(request, pid, began, reported.fileno(), printed.fileno())
             finally:
                 _end_all(pid)
             output = os.pread(printed.fileno(), _KEPT, 0).decode(errors="replace")
     seconds = time.monotonic() - began
     if "record" in answer:
         answer = _judged(answer["record"], Assignment(**request["assignment"]))
-    return answer | {"seconds": seconds, "output": output}
+    return answer | {"seconds": seconds, "output": output, "to_read": _to_read(request)}
 
 
 def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
@@ -216,24 +244,19 @@ def _judged(record: Any, assignment: Assignment) -> dict[str, Any]:
     return {"marks": [asdict(mark) for mark in marks], "note": note, "reason": ""}
 
 
-def _reports(reported: int) -> dict[str, Any]:
-    """Return what the fork has reported last under each key."""
-    messages: dict[str, Any] = {}
-    for line in os.pread(reported, _MOST_RECORDED, 0).decode(errors="replace").splitlines():
-        messages |= json.loads(line)
-    return messages
-
-
-def _follow(
-    request: dict[str, Any], pid: int, began: float, reports: Callable[[], dict[str, Any]], printed: int
-) -> dict[str, Any]:
+def _follow(request: dict[str, Any], pid: int, began: float, reports: int, printed: int) -> dict[str, Any]:
     """Wait until a submission has ended or has passed a limit; return its record or the reason."""
     reason, status = _awaited(request, pid, began, printed)
     reason = reason or _left_running()
+    reported: dict[str, Any] = {}
     try:
-        reported = reports()
+        for line in os.pread(reports, _MOST_RECORDED, 0).decode(errors="replace").splitlines():
+            reported |= json.loads(line)  # the last one counts
         if not reason and "done" in reported:
-            return _answered(reported["done"])
+            if "record" in (done := reported["done"]):
+                return {"record": done["record"]}
+            reason = str(done.get("reason") or "it sent nothing")[:_KEPT]
+            return {"reason": reason, "ambiguous": done.get("ambiguous") is True}
     except (ValueError, TypeError, AttributeError, RecursionError):
         reported, reason = {}, reason or "something wrote into the grader's own file"
     code = os.waitstatus_to_exitcode(status)
@@ -267,14 +290,6 @@ def _left_running() -> str:
             return f"it left {len(left)} process{'es' * (len(left) > 1)} running"
         time.sleep(0.01)
     return ""
-
-
-def _answered(done: Any) -> dict[str, Any]:
-    """Return the record that a submission sent, or the reason why it sent none."""
-    if "record" in done:
-        return {"record": done["record"]}
-    reason = str(done.get("reason") or "it sent nothing")
-    return {"reason": reason[:_KEPT], "ambiguous": done.get("ambiguous") is True}
 
 
 def main() -> None:

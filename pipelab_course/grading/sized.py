@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
-from unittest.mock import patch
 
+from pipelab.plan.fault import OWN
 from pipelab_course.grading.emulated import emulated
 from pipelab_course.grading.tasks import Found, function_of, of_hidden, raised
 
 Data = dict[str, Any]
+_OWN, _GRADING = tuple(f"{folder}{os.sep}" for folder in OWN), str(Path(__file__).parent)
 
 
 class Sized(ABC):
-    """A homework; its function is called `name`, with these parameters.
-
-    What of pipelab's does the same is `own`: where it is, and the name of what it calls. Whoever calls it is told so.
-    """
+    """A homework; its function is called `name`, with these parameters. If it calls pipelab's, its grade says so."""
 
     name: str
     parameters: Sequence[str]
     shown: Sequence[tuple[Any, ...]]
-    own: Sequence[tuple[object, str]]
 
     @abstractmethod
     def hidden(self, seed: int) -> Sequence[tuple[Any, ...]]:
@@ -46,9 +45,16 @@ class Sized(ABC):
         """Import a submission with `load`, and run it at every size; return what happened, for `judge`."""
         with emulated(2):
             function = function_of(load(), self.name, self.parameters)
-        runs: list[Data] = []
-        with ExitStack() as watch:
-            asked = [watch.enter_context(patch.object(*own, wraps=getattr(*own))) for own in self.own]
+        runs, called = list[Data](), list[str]()
+
+        def watch(frame: FrameType, event: str, _: object) -> None:
+            code, caller = frame.f_code, frame.f_back and frame.f_back.f_code.co_filename
+            own = event == "call" and code.co_filename.startswith(_OWN) and not code.co_filename.startswith(_GRADING)
+            if own and code.co_name != "<module>" and not str(caller).startswith(_OWN):
+                called.append(code.co_name)
+
+        sys.setprofile(watch)
+        try:
             for size in (*self.shown, *self.hidden(seed)):
                 at(f"at size {', '.join(map(str, size))}")
                 runs.append({"error": ""})
@@ -58,8 +64,10 @@ class Sized(ABC):
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever a submission raises is a finding
                     runs[-1]["error"] = raised(error, function)
-        if any(each.called for each in asked):
-            raise LookupError(f"looked up: {self.name} calls pipelab's own. Write it yourself, and it counts")
+        finally:
+            sys.setprofile(None)
+        if called:
+            raise LookupError(f"looked up: {self.name} calls pipelab's {called[0]}. Write it yourself, and it counts")
         return {"runs": runs}
 
     def judge(self, data: Data, seed: int) -> tuple[dict[str, Found], str]:

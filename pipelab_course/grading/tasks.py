@@ -82,15 +82,10 @@ class Homework:
         return "\n".join([f"# {self.title}: {sum(task.points for task in self.tasks)} points", f"[{name}]", *shown])
 
 
-def _homeworks() -> dict[str, Homework]:
-    read = tomllib.loads(Path(__file__).with_name("homework.toml").read_text(encoding="utf-8"))
-    return {
-        name: Homework(**(told | {"tasks": [Task(task, **known) for task, known in told["tasks"].items()]}))
-        for name, told in read.items()
-    }
-
-
-HOMEWORKS = _homeworks()
+HOMEWORKS = {
+    name: Homework(**(told | {"tasks": [Task(task, **known) for task, known in told["tasks"].items()]}))
+    for name, told in tomllib.loads(Path(__file__).with_name("homework.toml").read_text(encoding="utf-8")).items()
+}
 """What can be graded, by the name that the command line uses; for each task, a module has a check."""
 
 
@@ -173,6 +168,7 @@ class Grade:
     note: str = ""  # what else a reader should know, such as whether the gradients were of a sum or of a mean
     seconds: float = 0.0
     output: str = ""  # the beginning of what it printed; it is never graded
+    to_read: str = ""  # what it reaches beyond the start file
     ambiguous: bool = False  # whoever grades must first say what to grade; the reason is what
 
     @property

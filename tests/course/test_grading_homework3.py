@@ -58,6 +58,10 @@ RIGHT = {
         ),
         ("            layer.to(place)\n", ""),
     ],
+    "hooks move": [
+        ("layer.to(place)", "layer.to(place).register_forward_pre_hook(lambda module, x, place=place: x[0].to(place))"),
+        (MOVE, ""),
+    ],
     "torch.accelerator": [(LIST, '[torch.device("cuda", i) for i in range(torch.accelerator.device_count())]')],
     "properties": [
         (LIST, "[i for i in range(9) if i < torch.cuda.device_count() and torch.cuda.get_device_properties(i).name]")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 from homework import differs_only_in_holes, graded, solution_of
 
-from pipelab_course.grading import ring
+from pipelab_course.grading import ring, server
 from pipelab_course.grading.tasks import HOMEWORKS
 
 SOLUTION = solution_of("hybrid")
@@ -66,10 +68,64 @@ def test_a_mean_without_a_ring_has_the_points_of_its_mean_and_no_message():
     assert "messages" in grade.named("failed")
 
 
-def test_pipelabs_own_ring_is_looked_up_and_may_be_compared_with_when_the_file_is_imported():
-    own = "import pipelab_course as p\n\ndef ring_all_reduce(given, *_):\n    return p.ring_all_reduce(given)"
+RING = "pipelab_course.ring.ring"
+# How a submission calls pipelab's ring, with the codec's name, which is not what it is given.
+OWN = {
+    "by its name": ("import pipelab_course as p", "p.ring_all_reduce(given, name).tensors"),
+    "when it is needed": ("", f"__import__('{RING}', fromlist=['a']).ring_all_reduce(given, name).tensors"),
+    "read once more": (
+        f"import runpy, {RING} as ring; ring = runpy.run_path(ring.__file__)",
+        "ring['ring_all_reduce'](given, name).tensors",
+    ),
+    "with another detector": (
+        f"import {RING} as ring, pipelab_course.ring.codecs as codecs",
+        "[setattr(ring, 'codec_of', codecs.codec_of), ring.ring_all_reduce(given, name).tensors][1]",
+    ),
+    "a copy of its function": (
+        f"import types, {RING} as r; own = types.FunctionType(r.ring_all_reduce.__code__, vars(r), 'mine', (None,))\n"
+        "own.__kwdefaults__ = r.ring_all_reduce.__kwdefaults__",
+        "own(given, name).tensors",
+    ),
+    "by the codec's own names": ("", "encode.__globals__['ring_all_reduce'](given, name).tensors"),
+}
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_pipelabs_own_ring_is_looked_up(how):
+    before, call = OWN[how]
+    name = "{torch.float16: 'fp16', torch.int8: 'int8'}.get(encode(given[0][:1])[0].dtype, 'none')"
+    own = f"import torch\n{before}\ndef ring_all_reduce(given, encode, decode):\n    name = {name}\n    return {call}"
     with pytest.raises(LookupError, match="looked up"):
         graded(ring, "hybrid", own)
+
+
+LEADS = {
+    "import runpy, math as m": "math, runpy",
+    "from torch import sys": "torch.sys",
+    "from .helper import *": "helper.*",
+    "torch.sys.modules": "sys",
+    "torch._C._sys": "_sys",
+    "exec('1')": "exec",
+    "getattr(torch, 's' + 'ys')": "getattr",
+    "(lambda: 0).__globals__": "__globals__",
+    "(x for x in ()).gi_frame.f_back": "gi_frame",
+    "torch.ones(1).copy(); self.random(); random = copy = 1; 'import sys'": "",
+    "class A(dict):\n    def __init__(self):\n        super().__init__()": "",
+    "this is not Python": "",
+    "(" * 5000: "",
+    "x = 1\n" * 200_000: "1 MB of Python",
+}
+
+
+@pytest.mark.parametrize("line", LEADS, ids=range(len(LEADS)))
+def test_whoever_grades_is_told_by_what_a_file_reaches_beyond_its_start_file(line):
+    files = {"ring_homework.py": SOLUTION, "helper.py": line, "data.txt": "import os"}
+    coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+    said = server._to_read({"assignment": {"homework": "hybrid", "schedule": None}, "files": coded})
+    assert said == (f"to read by eye: {LEADS[line]}" if LEADS[line] else "")
+
+
+def test_pipelabs_ring_may_be_compared_with_when_the_file_is_imported():
     compared = "import pipelab_course\npipelab_course.ring_all_reduce([torch.ones(2)] * 2)\n"
     assert graded(ring, "hybrid", SOLUTION.replace("import torch\n", f"import torch\n{compared}", 1)).score == 100
 
@@ -91,4 +147,9 @@ def test_the_start_file_differs_only_in_its_holes_and_is_written_by_the_lab(succ
 def test_the_command_grades_it(pipelab_command, folder):
     (folder / "ring_homework.py").write_text(SOLUTION)
     code, out, _ = pipelab_command("grade", "ring_homework.py")
-    assert (code, "100 of 100" in out) == (0, True)
+    assert (code, "100 of 100" in out, "by eye" in out) == (0, True, False)
+    (folder / "all").mkdir()
+    (folder / "all" / "ada.py").write_text(f"import runpy\n{SOLUTION}")
+    out = pipelab_command("grade", "hybrid", "all", "--save", "all.csv")[1]
+    assert "ada.py  100 of 100  passed  to read by eye: runpy" in out
+    assert "to read by eye: runpy" in (folder / "all.csv").read_text()

@@ -51,7 +51,8 @@ class Worker:
         self.idle = threading.Event()
         self.idle.set()
         # The thread does not hold its worker. So it ends even if an interrupt strikes before any caller has the worker.
-        # What runs then is no line of Python, in which an interrupt would be lost, as it would in `weakref.finalize`.
+        # What runs then is no line of Python, in which an interrupt would be lost, as it would in `weakref.finalize`,
+        # and in Python's own note of threads that nobody has joined.
         gone = weakref.ref(self, self._jobs.put)
         self.thread = threading.Thread(target=_live, args=(self._jobs, ready, threads, gone), name=name, daemon=True)
         callers = torch.get_num_threads()
@@ -71,6 +72,7 @@ class Worker:
         """Wait for the end of an idle thread: if Python ended first, the thread could abort the process."""
         if self.idle.is_set() and threading.current_thread() is not self.thread:
             self.thread.join(_PAUSE_SECONDS)
+            threading._dangling.discard(self.thread)  # type: ignore[attr-defined]  # noqa: SLF001 - see `__init__`
 
     def give_up(self) -> None:
         """Make a thread that hangs end at its next line of Python, so that it adds to no gradient later."""

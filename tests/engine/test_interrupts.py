@@ -52,9 +52,7 @@ def test_no_line_of_python_runs_when_a_worker_goes():
     worker, calls = Worker("goes", 1), []
     worker.end()
     worker.join()
-    thread = worker.thread  # Python's own note of threads runs lines when one goes
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
     del worker
     sys.setprofile(None)
-    assert not thread.is_alive()
     assert not calls

@@ -335,13 +335,18 @@ def wrong_step(case: SimpleNamespace, pipe: Pipeline) -> str | None:
             first = one.step(batch.given, batch.targets, keywords=batch.named)
         told = differs(case, ours, left(held, other, first.loss, pieces(first.outputs)))
     # [3] no gradients
-    if evaluates and batch.alone and not (dist.is_initialized() and (drops or [*model.buffers()])):
+    if evaluates and not (dist.is_initialized() and (drops or [*model.buffers()])):
         trained = other if drops else twin
         with torch.no_grad():
-            outputs = pieces(pipe.eval().forward(x, keywords=keywords))
             expected = plainly(case, trained.eval(), batch)
+        done = pipe.eval().evaluate(x, y, keywords=keywords)
+        found = [left(set(), model, done.loss, pieces(done.outputs) if whole_outputs else [])]
+        if batch.alone:
+            found.append(left(set(), model, done.loss, pieces(pipe.forward(x, keywords=keywords))))
         pipe.train()
-        told = told or differs(case, left(set(), model, expected[0], outputs), left(set(), trained, *expected))
+        told = told or next(
+            filter(None, (differs(case, each, left(set(), trained, *expected)) for each in found)), None
+        )
     if verifies:
         drawn.again = False
         pipe.verify(batch.given, batch.targets, against="microbatches", keywords=batch.named)

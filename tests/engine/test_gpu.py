@@ -105,6 +105,7 @@ def test_replicas_give_the_plain_gradients_on_a_gpu_and_beside_a_cpu(devices):
             gradients = {name: gradient.cpu() for name, gradient in plain.taken(model).items()}
             assert plain.difference(gradients, expected) <= 1e-4  # another device's arithmetic
             assert step.loss.device == step.outputs.device == pipe.forward(x).device
+            assert torch.equal(pipe.evaluate(x, y).loss, step.loss)
             torch.testing.assert_close(step.loss.cpu(), loss, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(step.outputs.cpu(), twin(x).detach(), rtol=1e-4, atol=1e-5)
         pipe.verify(x, y)

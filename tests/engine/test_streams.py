@@ -87,6 +87,21 @@ def test_every_action_comes_after_what_it_needs_and_within_the_callers_order(gpu
             assert (step, str(giver)) in gpu.before[step, str(needer)]
 
 
+def test_an_evaluation_is_launched_within_the_callers_order_and_waits_for_nothing(gpu):
+    plan = GPipe(3, 4).forwards()
+    pipe, _ = piped(gpu, plan)
+    with pipe:
+        gpu.launch("the batch is written")
+        waited = gpu.waits
+        pipe.evaluate(*plain.batch(8))
+        assert gpu.waits == waited
+        gpu.launch("the batch is spoiled")
+    assert all("the batch is written" in gpu.before[each] for each in actions(plan))
+    assert set(actions(plan)) <= gpu.before["the batch is spoiled"]
+    for giver, needer in plan.graph().edges:
+        assert (0, str(giver)) in gpu.before[0, str(needer)]
+
+
 def test_ranks_run_on_streams_of_their_own(gpu):
     with piped(gpu, GPipe(2, 2))[0] as pipe:
         pipe.step(*plain.batch(4))

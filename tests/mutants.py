@@ -30,14 +30,14 @@ ENDS = ["--timeout", "60", "--timeout-method", "thread"]
 """A mutant that loops ends its process: an exception in the test could be caught, by Hypothesis for one."""
 
 CHECKED = "plan/test_plan plan/test_fault plan/test_all_reduce checking/test_checker"
-MORE = "plan/test_updates plan/test_recomputation checking/test_residency"
+MORE = "plan/test_updates plan/test_recomputation plan/test_forwards checking/test_residency"
 TESTS = {
     "plan/codes": "plan/test_codes simulation/test_clock checking/test_checker",
     "plan/bound": f"{CHECKED} {MORE} checking/test_sizes test_replication",
     "plan/order": f"{CHECKED} checking/test_deadlock simulation/test_clock simulation/test_bounds trace/test_diff",
     "plan/binding": f"{CHECKED} plan/test_strangers checking/test_sizes test_schedule",
     "checking/checker": f"{CHECKED} {MORE} checking/test_deadlock simulation/test_byte_caps test_schedule",
-    "checking/rules": f"{CHECKED} checking/test_sizes",
+    "checking/rules": f"{CHECKED} plan/test_forwards checking/test_sizes",
     "checking/mistakes": f"{CHECKED} {MORE} checking/test_sizes",
     "checking/residency": "checking/test_residency",
     "checking/deadlock": f"{CHECKED} checking/test_deadlock",

@@ -90,6 +90,7 @@ OWN = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", OWN)
 def test_pipelabs_own_ring_is_looked_up(how):
     before, call = OWN[how]

@@ -152,7 +152,8 @@ def check(
     plan = simulate(subject).plan
     actions = sum(map(len, plan.bound.lists))
     say(f"{name} is right: {actions} actions, no fault")
-    say(f"every micro-batch goes through all {plan.stages} stages once forward and once backward; no rank gets stuck")
+    passes = "once forward" if plan.forwards_only else "once forward and once backward"
+    say(f"every micro-batch goes through all {plan.stages} stages {passes}; no rank gets stuck")
     if faults.transports:
         say(faults.transports)
     elif transport != "buffered":

@@ -10,12 +10,15 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from pipelab.engine.stage import streams
 from pipelab.plan.fault import OWN
 from pipelab_course.grading.emulated import emulated
 from pipelab_course.grading.tasks import Found, function_of, of_hidden, raised
 
 Data = dict[str, Any]
-_OWN, _GRADING = tuple(f"{folder}{os.sep}" for folder in OWN), str(Path(__file__).parent)
+_OWN = tuple(f"{folder}{os.sep}" for folder in OWN)
+_NOT_CALLED = str(Path(__file__).parent), streams.__file__
+"""What runs without being called by name: the grader, and what a process's draws go through once it has a pipeline."""
 
 
 class Sized(ABC):
@@ -49,7 +52,7 @@ class Sized(ABC):
 
         def watch(frame: FrameType, event: str, _: object) -> None:
             code, caller = frame.f_code, frame.f_back and frame.f_back.f_code.co_filename
-            own = event == "call" and code.co_filename.startswith(_OWN) and not code.co_filename.startswith(_GRADING)
+            own = event == "call" and code.co_filename.startswith(_OWN) and not code.co_filename.startswith(_NOT_CALLED)
             if own and code.co_name != "<module>" and not str(caller).startswith(_OWN):
                 called.append(code.co_name)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from homework import differs_only_in_holes, graded, solution_of
+from torch import nn
 
+from pipelab.engine.stage.streams import Streams
 from pipelab_course.grading import homework3
 from pipelab_course.grading.tasks import HOMEWORKS
 
@@ -76,6 +78,11 @@ def test_every_way_to_name_the_gpus_is_right(name):
         assert old in text
         text = text.replace(old, new)
     assert graded(homework3, "hw3", text).score == 100
+
+
+def test_layers_that_draw_where_a_pipeline_has_run_are_right():
+    Streams(nn.Linear(1, 1))  # from now on, what draws in this process goes through pipelab
+    assert graded(homework3, "hw3", SOLUTION).score == 100
 
 
 def test_pipelabs_own_stack_is_looked_up():

@@ -344,16 +344,24 @@ class Cut:
 
 
 def join_outputs(pieces: list[Any], counts: Sequence[int], dim: int) -> Any:
-    """Return outputs as one value, along `dim` where they have so many rows there, and else along dimension 0."""
-    if not dim:
-        return join(pieces)
-    apart = [take_apart(piece)[0] for piece in pieces]
+    """Return outputs as one value, each tensor along its rows; as a list, if other sizes of a tensor differ."""
+    leaves = zip(*(take_apart(piece)[0] for piece in pieces), strict=True)
+    shapes = [[each.shape for each in leaf if isinstance(each, torch.Tensor)] for leaf in leaves]
+    along = [_along_rows(each, counts, dim) for each in shapes]
+    unlike = (
+        len({(*shape[:at], *shape[at + 1 :]) for shape in each}) > 1 for each, at in zip(shapes, along, strict=True)
+    )
+    return list(pieces) if any(unlike) else join(pieces, [*map(Way, along)])
 
-    def has_rows(leaf: int) -> bool:
-        shapes = [each[leaf].shape for each in apart if isinstance(each[leaf], torch.Tensor)]
-        return all(len(shape) > dim and shape[dim] == rows for shape, rows in zip(shapes, counts, strict=False))
 
-    return join(pieces, [Way(dim if has_rows(leaf) else 0) for leaf in range(len(apart[0]))])
+def _along_rows(shapes: Sequence[torch.Size], counts: Sequence[int], dim: int) -> int:
+    """Return the dimension in which outputs have so many rows: `dim`, else 0 or 1; of `[rows, classes]` first 0."""
+    order = (0, dim) if shapes and len(shapes[0]) == 2 else (dim, 0, 1)
+
+    def fits(at: int) -> bool:
+        return all(len(shape) > at and shape[at] == rows for shape, rows in zip(shapes, counts, strict=False))
+
+    return next(filter(fits, order), 0) if counts else 0
 
 
 def join(pieces: list[Any], along: int | Sequence[Way] = 0) -> Any:

@@ -68,6 +68,7 @@ class StepStreams:
         running: Callable[[], Mapping[tuple[int, int], nn.Module]] = dict,
     ) -> None:
         self._start, self._named, self._own, self._running = start, named, own, running
+        self._given = torch.default_generator.initial_seed()
         self.drew: set[str] = set()  # the names of what drew
         self.apart = False  # whether something drew in a backward that had not drawn in the forward
         self.drawn: dict[_Place, dict[str, int]] = {}  # by layer, how often
@@ -95,6 +96,19 @@ class StepStreams:
             for copy in (each for (index, _), each in self._running().items() if index == stage and each is not module):
                 names |= {id(each): name for (_, each), (_, name) in zip(_inside(copy), found, strict=True)}
         return names, earlier
+
+    def require_no_own_seed(self, stage: int) -> None:
+        """Refuse a draw of a stage after the model has set PyTorch's seed: all threads have the same generator."""
+        if torch.default_generator.initial_seed() == self._given:
+            return
+        with _swap:  # another thread may have it for one operation
+            own = torch.default_generator.initial_seed()
+        if own != self._given:
+            raise EngineError(
+                f"the model sets PyTorch's seed to {own} within a step (torch.manual_seed), and stage {stage} draws "
+                "random numbers then: all ranks share that generator, so they would not be those of the seed\n"
+                "  try: a generator of its own: torch.randn(…, generator=torch.Generator().manual_seed(…))"
+            )
 
     def running(self, stage: int, microbatch: int | None, kind: str, *, forward: bool) -> _Drawing:
         """Return a context in which an action of a kind runs on this thread; one that is no forward may repeat one."""
@@ -134,6 +148,7 @@ class _Drawing:
             if layer is None:
                 return None
             named = self._next(layer) if self.forward else self._repeated(layer)
+        self.step.require_no_own_seed(self.place[0])
         self.step.drew.add(named[0])
         words = repr((self.step.seed, self.place[1], *named)).encode()
         made = torch.Generator(device)

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import pipelab
 from pipelab import GPipe, OneFOneB, Pipeline, Seq1F1B, microbatches, rows, whole
-from pipelab.engine.stage.batch import counts_of, join, split_batch, ways_of
+from pipelab.engine.stage.batch import counts_of, join, join_outputs, split_batch, ways_of
 from pipelab.engine.stage.inputs import unmarked
 from pipelab.engine.stage.pytree import map_tensors, take_apart
 from pipelab.errors import BatchError, LossError, UsageError, VerificationError
@@ -340,6 +340,26 @@ def test_slices_cut_tokens_and_leave_what_is_whole_and_what_has_rows_only():
         assert pipe.forward(first(6, 4, 8)).shape == (6, 4, 8)
     with pytest.raises(UsageError, match="sequence_dim=1 is the dimension of the rows too"):
         Pipeline([nn.Linear(8, 8), nn.Linear(8, 8)], Seq1F1B(2, 4), mse, sequence_dim=1, batch_dim=1)
+
+
+def test_outputs_are_joined_along_their_rows_or_are_a_list():
+    counts = [2, 2]
+    joined = {
+        (2, 2): (4, 2),  # classes of each row, as many as rows
+        (5, 2): (5, 4),
+        (2, 5): (4, 5),
+        (2, 2, 3): (2, 4, 3),
+        (7, 2, 3): (7, 4, 3),
+        (2, 7, 3): (4, 7, 3),
+        (3,): (6,),
+        (): (2,),
+    }
+    for shape, whole_shape in joined.items():
+        assert join_outputs([torch.ones(shape)] * 2, counts, 1).shape == whole_shape
+    assert join_outputs([torch.ones(7, 2, 3)] * 2, counts, 0).shape == (7, 4, 3)
+    assert join_outputs([{"a": torch.ones(3, 2), "b": 1}] * 2, counts, 1)["a"].shape == (3, 4)
+    unlike = [torch.ones(2, 5, 3), torch.ones(2, 4, 3)]
+    assert join_outputs(unlike, counts, 0) == unlike
 
 
 def test_outputs_without_tokens_have_one_for_each_slice():

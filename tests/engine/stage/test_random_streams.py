@@ -450,6 +450,18 @@ def test_random_numbers_that_are_not_seen_are_said_once():
         pipe.step(*plain.batch(4))
 
 
+def test_a_stage_that_sets_its_own_seed_is_refused():
+    def seeded(x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return x @ torch.randn(6, 6)
+
+    with Pipeline(nn.Sequential(nn.Linear(6, 6), Calls(seeded)), GPipe(2, 2), mse) as pipe:
+        for run in (pipe.step, pipe.evaluate):
+            with pytest.raises(StageError, match=r"1F0 .*sets PyTorch's seed to 3 .*stage 1(?s:.)*torch\.Generator"):
+                run(*plain.batch(4))
+
+
 def test_a_generator_of_the_models_own_stays_its_own():
     own = torch.Generator()
     model = nn.Sequential(nn.Linear(6, 6), Calls(lambda x: x + torch.randn(x.shape, generator=own)))

@@ -347,7 +347,8 @@ class CudaStream(RankStream):
     def _sent(self, value: Any) -> Sent:
         ready = torch.cuda.Event()
         ready.record(self.stream)
-        return Sent(_detached(value), ready, self.device)
+        detached = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+        return Sent(detached, ready, self.device)  # the history stays with its stage
 
     def _received(self, given: Any) -> Any:
         value = given
@@ -391,11 +392,6 @@ def finish(streams: Sequence[RankStream], values: Any = ()) -> None:
     tensors = [] if all(stream.clock is HOST for stream in streams) else tensors_of(values)
     for stream in streams:
         stream.finish(tensors)
-
-
-def _detached(value: Any) -> Any:
-    """Return a value without its history, which stays with its stage; `requires_grad` stays the same."""
-    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def _pinned(value: Any) -> Any:

@@ -26,7 +26,7 @@ from pipelab.engine.model.split import Stages, split
 from pipelab.engine.model.unmade import Layer, require_makeable
 from pipelab.engine.optimizer import load_optimizer_state, optimizer_state
 from pipelab.engine.stage.autograd import CallerContext
-from pipelab.engine.stage.batch import Cut, Part, Reduction, join, join_outputs, weights_of
+from pipelab.engine.stage.batch import Cut, Part, Reduction, join_outputs, weights_of
 from pipelab.engine.stage.inputs import require_taken
 from pipelab.engine.stage.loss import Loss, require_loss, warn_of_another_average, warned_of_targets
 from pipelab.engine.stage.replicas import Buffers
@@ -277,7 +277,8 @@ class Pipeline:
             )
         if not self._warned:
             self._warned = True
-            warn_of_another_average(loss, self.reduction, lambda: self._pair(state, loss))
+            together = lambda first: join_outputs(state.outputs[:first], state.counts, self.cut.batch_dim)  # noqa: E731
+            warn_of_another_average(loss, self.reduction, together)
         return Step(total, state, tuple(self.engine.labels))
 
     def run(
@@ -313,11 +314,6 @@ class Pipeline:
         with self._alone("forward(x)", named, inputs, learning=False) as caller:
             state = self.engine.run(inputs.pieces, None, caller, learning=False, watch_nan=self.watch_nan)
         return self.cut.joined(state.outputs, inputs)
-
-    def _pair(self, state: StepState, loss: Loss) -> tuple[Any, Any]:
-        """Return the outputs of the first two micro-batches as one, and their targets."""
-        outputs = join_outputs(state.outputs[:2], state.counts, self.cut.batch_dim)
-        return outputs, join(loss.targets[:2], loss.ways)
 
     def _cut(
         self, x: Any, y: Any, keywords: Mapping[str, Any] | None, only: int | None = None

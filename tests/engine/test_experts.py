@@ -41,9 +41,23 @@ def test_the_code_trains_in_threads_and_balance_is_what_it_says(capsys):
     assert (float(balance(used)), float(balance(used[:1].expand(4, 4)))) == (1, 4)
 
 
+@pytest.fixture(scope="module")
+def both():
+    return processes.run_well(2, "experts.py")
+
+
 @pytest.mark.dist
-def test_the_code_trains_in_processes_with_the_same_losses():
+def test_the_code_trains_in_processes_with_the_same_losses(both):
     expected = ran(PAGE)["losses"]
-    for ended in processes.run_well(2, "experts.py"):
-        (fact,) = ended.facts
+    for ended in both:
+        fact, _ = ended.facts
         assert (fact["losses"], fact["exact"], fact["parameters"]) == (expected, True, 6)
+
+
+@pytest.mark.dist
+def test_a_loss_that_another_process_cannot_see_is_told_of_once(both):
+    told, none = (ended.facts[1]["told"] for ended in both)
+    assert none == []
+    (message,) = told
+    assert message.startswith("stage 0 left aux on a module, a tensor with a history, and loss_fn runs in the process ")
+    assert "try: return it beside the output, as in (h, aux)" in message

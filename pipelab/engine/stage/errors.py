@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -56,6 +57,25 @@ def stage_error(error: BaseException, action: Action, rank: int, runs_on: RankDe
     explained = StageError(message, rank, stage, str(action))
     explained.__cause__ = error
     return explained
+
+
+def left_on(module: nn.Module) -> list[str]:
+    """Return which attributes hold a tensor with a history, except weights that a hook computes."""
+    return [
+        f"{name}.{key}".removeprefix(".")
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if not any(weight.startswith(f"{key}_") for weight, _ in part.named_parameters(recurse=False))
+    ]
+
+
+def warn_of_what_is_left(stage: int, module: nn.Module) -> None:
+    """Warn of a tensor with a history that a stage left on a module, which the loss in another process cannot see."""
+    for name in left_on(module)[:1]:
+        fact = f"stage {stage} left {name} on a module, a tensor with a history, and loss_fn runs in the process of "
+        also = "another rank: if it reads this, it finds another value, and no gradients come back"
+        warnings.warn(f"{fact}{also}\n{_RETURN_IT}", stacklevel=2)
 
 
 def in_short(error: BaseException) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelab.engine.stage.batch import Reduction, Way
+from pipelab.engine.stage.batch import Reduction, Way, join
 from pipelab.engine.stage.pytree import described, tensors_of
+from pipelab.engine.stage.snapshot import unchanged
 from pipelab.errors import LossError
 
 _IGNORED = -100
@@ -104,7 +105,8 @@ def warned_of_targets(
     have different shares of those, their average by rows is not the batch's loss. What a loss of the user's own does
     with -100 cannot be seen from outside. To look at its targets on a GPU would wait for it.
     """
-    if reduction != "mean" or not all(isinstance(each, torch.Tensor) and _are_classes(each) for each in targets):
+    classes = (torch.is_tensor(each) and not (each.is_floating_point() or each.is_complex()) for each in targets)
+    if reduction != "mean" or not all(classes):  # else they are probabilities
         return False
     ignored, weight, own = _IGNORED, None, loss_fn not in (nn.functional.cross_entropy, nn.functional.nll_loss)
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and type(loss_fn).forward in _AVERAGE_OTHERWISE:
@@ -149,19 +151,25 @@ def _some(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:g}" for share in shares[:8]) + (", …" if len(shares) > 8 else "")
 
 
-def warn_of_another_average(loss: Loss, reduction: Reduction, together: Callable[[], tuple[Any, Any]]) -> None:
+def warn_of_another_average(loss: Loss, reduction: Reduction, together: Callable[[int], Any]) -> None:
     """Warn if, with `reduction="mean"`, the loss of a pair of micro-batches together is not the average of both."""
     values, weights = loss.values[:2], loss.weights[:2]
-    pair = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight]
-    if len(pair) < 2 or reduction != "mean":
+    known = [value for value, weight in zip(values, weights, strict=True) if value is not None and weight]
+    if len(known) < 2 or reduction != "mean":
         return
+
+    def again(some: int) -> torch.Tensor:
+        with unchanged([loss.function], attributes=True), torch.no_grad():
+            return loss.function(together(some), join(loss.targets[:some], loss.ways)).detach().reshape(())
+
     try:
-        with torch.no_grad():
-            both = loss.function(*together()).detach().reshape(())
+        both = again(2)
     except Exception:  # noqa: BLE001 - outputs that cannot be joined, as with a loss among them
         return
-    total = sum(value.reshape(()).to(both) * weight for value, weight in pair) / sum(weights)
-    if abs(both - total) > max(1e-3, 8 * torch.finfo(both.dtype).eps) * abs(both):  # a NaN is no reason
+    first, second = (value.reshape(()).to(both) for value in known)
+    total, slack = (first * weights[0] + second * weights[1]) / sum(weights), max(1e-3, 8 * torch.finfo(both.dtype).eps)
+    # A NaN is no reason, nor is a loss that draws, or keeps something: it has another value in each call.
+    if abs(both - total) > slack * abs(both) and abs(again(1) - first) <= slack * abs(first):
         warnings.warn(
             f"the losses of two micro-batches average to {total:.4g}, and loss_fn of both together is {both:.4g}: with "
             "reduction='mean', gradients are not the whole batch's\n"
@@ -169,11 +177,6 @@ def warn_of_another_average(loss: Loss, reduction: Reduction, together: Callable
             "that leaves targets out, or reduction=len to weigh by rows nevertheless",
             stacklevel=4,
         )
-
-
-def _are_classes(target: torch.Tensor) -> bool:
-    """Return whether targets are numbers of classes, not probabilities."""
-    return not target.is_floating_point() and not target.is_complex()
 
 
 def _share(target: torch.Tensor, ignored: int, weight: torch.Tensor | None) -> float:

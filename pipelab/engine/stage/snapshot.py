@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -117,16 +119,15 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
     modules = list(modules)
     modes = [(layer, layer.training) for module in modules for layer in module.modules()]
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers, random_state, numbers = BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch)
+    kept = (BufferSnapshot(modules), RandomSnapshot(), BatchSnapshot(batch))
 
     def rewind() -> None:
         for parameter, _ in gradients:
             parameter.grad = None
         for layer, training in modes:
             layer.training = training
-        buffers.restore()
-        random_state.restore()
-        numbers.restore()
+        for each in kept:
+            each.restore()
 
     rewind()
     try:
@@ -138,14 +139,22 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the buffers of these modules and all random state afterwards."""
-    buffers, random_state = BufferSnapshot(modules), RandomSnapshot()
+def unchanged(of: Iterable[Any], *, attributes: bool = False) -> Iterator[None]:
+    """Restore modules' buffers and random state afterwards; and attributes, with what lists, dicts and sets hold."""
+    modules = [each for each in of if isinstance(each, nn.Module)]
+    own = [vars(part) for module in modules for part in module.modules() if attributes]
+    inner = [each for held in own for name, each in held.items() if name != "_parameters"]
+    opened = [(each, copy(each)) for each in (*own, *inner) if type(each) in (dict, list, set, deque)]
+    numbers = BatchSnapshot([each for each in inner if isinstance(each, torch.Tensor)])
+    kept = (numbers, BufferSnapshot(modules), RandomSnapshot())
     try:
         yield
     finally:
-        buffers.restore()
-        random_state.restore()
+        for each, before in opened:
+            each.clear()
+            (each.extend if isinstance(each, (list, deque)) else each.update)(before)
+        for state in kept:
+            state.restore()
 
 
 def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:

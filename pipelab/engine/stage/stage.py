@@ -137,10 +137,10 @@ class Stage:
 
     def _run_without_history(self, microbatch: int, given: Any, kept: dict[int, Any], _loss: Loss) -> Any:
         """Return the output for one micro-batch, and keep the input for `C`."""
-        before = _versions(given)
+        before = versions_of(given)
         with torch.no_grad():
             output = self._run(microbatch, given, kept)
-        if _versions(given) != before:
+        if versions_of(given) != before:
             raise EngineError(
                 "the stage wrote into its input in a forward that runs again (C): C would begin from other numbers "
                 "than F, and the gradients would be wrong\n  try: let the stage write into a clone of its input, "
@@ -148,7 +148,7 @@ class Stage:
             )
         kept[microbatch] = (given,)
         learns = any(each.requires_grad for each in (*self.module.parameters(), *tensors_of(given)))
-        return map_tensors(_asking, output) if learns else output
+        return map_tensors(asking, output) if learns else output
 
     def receive_keywords(self, microbatch: int, receive: Callable[[Any], Any] | None) -> None:
         """Move a micro-batch's keywords to the rank's device."""
@@ -235,8 +235,8 @@ def _require_unwritten(output: Any, returned: dict[int, tuple[Callable[[], Any],
     returned.update(now)
 
 
-def _versions(given: Any) -> list[int]:
-    """Return how often each tensor has been written into."""
+def versions_of(given: Any) -> list[int]:
+    """Return how often each tensor has been written into; an inference tensor has no count."""
     return [each._version for each in tensors_of(given) if not each.is_inference()]  # noqa: SLF001 - as above
 
 
@@ -247,7 +247,7 @@ def _checksums(output: Any) -> list[int]:
     return [crc32(string_at(each.data_ptr(), each.nbytes)) for each in lines]
 
 
-def _asking(tensor: torch.Tensor) -> torch.Tensor:
+def asking(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without history, which asks for a gradient if there is one of its type."""
     return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 

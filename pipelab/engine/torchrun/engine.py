@@ -24,6 +24,7 @@ from pipelab.engine.model.split import Stages
 from pipelab.engine.model.unmade import room_for
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Part
+from pipelab.engine.stage.errors import warn_of_what_is_left
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks, versions, written_error
@@ -229,6 +230,9 @@ class TorchEngine(Engine):
                 module = self._runners[number].module
                 if name := reducer.settle_buffers(module, self._policy, before[number]):
                     raise written_error(number, self.rank, name)
+            for number in self.local_stages if self.plan.stages - 1 not in self.local_stages else ():
+                if self._runners[number].steps == 1 and not step.plan.forwards_only:
+                    warn_of_what_is_left(number, self._runners[number].module)
         for tied in () if step.plan.forwards_only else self.runners.ties:
             self._add_up(tied)
 

@@ -2,7 +2,7 @@
 
 A process needs a buffer for a value before the value arrives, so it must know the shapes. It learns them on real rows:
 before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process by
-process; buffers and random state are restored afterwards.
+process; buffers, attributes and random state are restored afterwards.
 
 If a stage does not use a part of its input, that part has no gradient. The receiver waits for one all the same, so
 zeros are sent, and with them which gradients are present: an optimizer with weight decay treats `None` and zeros
@@ -232,8 +232,8 @@ def learn_metas(
     """Return, by the shapes of a micro-batch, the meta of each stage's output; all processes must call it.
 
     For each such shapes and each way through the ranks, the first such micro-batch runs forward, stage by stage:
-    each process sends its stage's output and meta to the next stage's process. Buffers and random state are restored;
-    hooks on the modules run. `rank` is this process's, and `shapes` are the micro-batches'.
+    each process sends its stage's output and meta to the next stage's process. Buffers, attributes and random state are
+    restored; hooks on the modules run. `rank` is this process's, and `shapes` are the micro-batches'.
     """
     found: dict[Shapes, list[ValueMeta]] = {own: [ValueMeta(None, ())] * (plan.stages - 1) for own in shapes}
     ways = {(own, tuple(plan.bound.route(m))): m for m, own in reversed(list(enumerate(shapes)))}
@@ -262,12 +262,12 @@ def _arrived(group: dist.ProcessGroup, source: int) -> tuple[ValueMeta, Any]:
 
 
 def _try(rank: int, runner: Stage, microbatch: int, value: Any, stream: RankStream, *, learning: bool) -> Any:
-    """Run a stage forward; restore its buffers and the random state."""
+    """Run a stage forward; restore its buffers, its attributes and the random state."""
     given = value if stream.receive is None else stream.receive(value)
     runner.receive_keywords(microbatch, stream.receive)
     run: Any = runner.forward if learning else runner.evaluate  # no stage but the last needs a loss
     try:
-        with unchanged([runner.module]), torch.set_grad_enabled(learning):
+        with unchanged([runner.module], attributes=True), torch.set_grad_enabled(learning):
             return run(microbatch, given, {}, None)
     except EngineError:
         raise

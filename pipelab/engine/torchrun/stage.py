@@ -26,7 +26,7 @@ from pipelab.engine.emulation import emulate_all_reduce
 from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run_action
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.replicas import Buffers, versions, written
-from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage
+from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage, versions_of
 from pipelab.engine.torchrun.messages import Connections, GradientPresence, Shapes, ValueMeta, copy_from
 from pipelab.engine.torchrun.runtime import HaltError
 from pipelab.errors import StageError
@@ -117,7 +117,7 @@ class ProcessStage:
         self.gradients: dict[int, Any] = {}
         self.made: dict[int, Any] = {}
         self.back: dict[int, Any] = {}
-        self.sent: list[tuple[int, torch.Tensor, int]] = []
+        self.sent: list[tuple[int, torch.Tensor, list[int]]] = []
         self.left = sum(action.stage == self.runner.index and action.kind == "B" for action in step.mine.actions)
         step.mine.kept[self.runner.index] = {}
         for part in self._sharded if self._planned else ():
@@ -138,7 +138,7 @@ class ProcessStage:
     def refuse_overwritten(self) -> None:
         """After the last send, refuse a stage that wrote into its output: the value that was sent is unknown."""
         for microbatch, message, version in self.sent:
-            if _version(message) != version:
+            if versions_of(message) != version:
                 raise self._error(
                     microbatch,
                     f"returned a tensor that stage {self.runner.index} wrote into afterwards, before or after it was "
@@ -263,7 +263,7 @@ class ProcessStage:
         """Return sends of a micro-batch's output."""
         meta = self.step.meta(self.runner.index, microbatch)
         messages = meta.messages(self.made.pop(microbatch), self.device)
-        self.sent += [(microbatch, message, _version(message)) for message in messages]
+        self.sent += [(microbatch, message, versions_of(message)) for message in messages]
         return self._ops(dist.isend, messages, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
@@ -325,11 +325,6 @@ class _Local(NamedTuple):
     """A value of this rank for another stage of this rank."""
 
     value: Any
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written into; 0 for an inference tensor, which has no count."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - there is no public way
 
 
 # ── The replicas of a stage ───────────────────────────────────────────────────────────────────────────────────────────

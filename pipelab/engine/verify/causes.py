@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipelab.engine.stage.batch import Reduction, join, join_outputs, split_batch
+from pipelab.engine.stage.errors import left_on
 from pipelab.engine.stage.pytree import described, map_tensors, named_leaves, rebuild, take_apart, tensors_of
 from pipelab.engine.stage.split_backward import custom_functions
 from pipelab.engine.verify.reference import (
@@ -531,14 +532,8 @@ def _branch(e: Whole) -> str:
 
 def _beside(e: Whole) -> str:
     loss, along, _ = e.backwards[1]
-    left = (
-        f"{name}.{key}"
-        for name, part in e.named.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    )
     off = relative((loss - along).norms, loss.norms)
-    return listed([*left]) or "what is no output" if max(off.values()) > e.allowed else ""
+    return listed(left_on(e.named)) or "what is no output" if max(off.values()) > e.allowed else ""
 
 
 def _injected(e: Whole) -> str:

@@ -25,6 +25,7 @@ from pipelab.engine.stage.inputs import Marked
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, map_tensors, take_apart, tensors_of
 from pipelab.engine.stage.snapshot import overwrite
+from pipelab.engine.stage.stage import asking
 from pipelab.engine.stage.streams import StepStreams, Streams
 from pipelab.errors import LossError, UsageError
 
@@ -317,7 +318,7 @@ def shares_of(
 
     The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
     """
-    outputs = [map_tensors(_leaf, output) for output in outputs]
+    outputs = [map_tensors(lambda each: asking(each.clone()), output) for output in outputs]
     leaves = [[tensor for tensor in tensors_of(output) if tensor.requires_grad] for output in outputs]
     alone = [slopes_of(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
     try:
@@ -339,10 +340,6 @@ def shares_of(
             "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
         )
     return shares
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def slopes_of(loss_fn: LossFunction, output: Any, target: Any, along: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -152,6 +152,53 @@ def test_the_first_step_warns_if_a_loss_of_ones_own_does_not_average_over_rows(l
         pipe.step(plain.batch(8)[0], target)  # once is enough
 
 
+class Moving(nn.Module):
+    """A loss over its own moving average, which it keeps in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.kept = way, [torch.ones(())]
+        if way == "buffer":
+            self.register_buffer("mean", torch.ones(()))
+        else:
+            self.mean = torch.ones(())
+
+    def forward(self, output, target):
+        value = mse(output, target)
+        moved = 0.9 * self.mean + 0.1 * value.detach()
+        if self.way == "written into":
+            self.mean.copy_(moved)
+        else:
+            self.mean = moved
+        self.kept.append(moved)
+        return value * self.kept[-2]
+
+
+@pytest.mark.parametrize("way", ["buffer", "attribute", "written into"])
+def test_what_a_loss_keeps_moves_once_for_each_micro_batch(way):
+    """Nor is it told of its average: its losses depend on more than output and target."""
+    (x, y), losses = plain.batch(8), []
+    loss, model = Moving(way), plain.mlp(4)
+    for _ in range(2):
+        each = [loss(model(rows), targets) for rows, targets in zip(x.split(2), y.split(2), strict=True)]
+        losses.append(float(sum(each).detach()) / 4)
+    with Pipeline(plain.mlp(4), OneFOneB(2, 4), Moving(way)) as pipe:
+        assert [float(pipe.step(x, y).loss) for _ in range(2)] == pytest.approx(losses)
+
+
+def test_a_loss_that_draws_is_not_told_of_its_average_and_draws_no_more():
+    def noisy(output, target):
+        return mse(output + torch.randn_like(output), target)
+
+    states = []
+    with Pipeline(plain.mlp(2), OneFOneB(2, 4), noisy) as pipe:
+        for _ in range(2):
+            torch.manual_seed(0)
+            pipe.step(*plain.batch(8))
+            states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
 @pytest.mark.parametrize(
     ("answer", "part"),
     [(lambda loss: {"loss": loss}, r"\['loss'\]"), (lambda loss: (loss, 1), r"\[0\]")],

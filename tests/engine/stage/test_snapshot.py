@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,27 @@ def test_buffers_of_any_layout_can_be_kept(buffer):
     module.register_buffer("buffer", buffer)
     BufferSnapshot([module]).restore()
     assert module.buffer is buffer
+
+
+def test_attributes_get_their_values_back_also_inside_lists_and_dicts():
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    part, last = module[0], torch.zeros(2)
+    part.mean, part.seen, part.rows, part.last = 0.0, {"a": 1}, deque([1]), last
+    with unchanged([module], attributes=True):
+        part.train(False).running_mean.add_(1)
+        part.mean, part.last, part.new = 5.0, part.last.add_(1) + 1, 3
+        part.rows.append(2)
+        part.seen["b"] = 2
+        part.weight = weight = nn.Parameter(torch.zeros(3))  # as a layer that is spread over processes does
+    assert (part.mean, part.seen, part.rows, part.last is last, last.tolist()) == (
+        0,
+        {"a": 1},
+        deque([1]),
+        True,
+        [0, 0],
+    )
+    assert (part.training, hasattr(part, "new"), part.running_mean.tolist()) == (True, False, [0] * 3)
+    assert part.weight is weight
 
 
 def test_the_same_random_numbers_come_again():

@@ -159,6 +159,20 @@ def test_learning_the_shapes_leaves_a_buffer_unmade():
     assert torch.equal(*found)
 
 
+def test_learning_the_shapes_leaves_attributes_as_they_were():
+    def averages(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * float(x.detach().mean())
+        self.seen.append(self.mean)
+        return self.linear(x) * (1 + self.mean)
+
+    found = []
+    for engine in ("torch", "threads"):
+        model = [plain.Made(averages, linear=nn.Linear(6, 6), mean=0.0, seen=[]), nn.Linear(6, 6)]
+        pipes.stepped(model, PLAN, 4, engine=engine)
+        found.append((model[0].mean, model[0].seen))
+    assert found[0] == found[1]
+
+
 def test_verify_proves_and_restores():
     model, (x, y) = plain.mlp(4), plain.batch(7)
     with piped(model) as pipe:

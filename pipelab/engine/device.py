@@ -347,8 +347,7 @@ class CudaStream(RankStream):
     def _sent(self, value: Any) -> Sent:
         ready = torch.cuda.Event()
         ready.record(self.stream)
-        detached = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-        return Sent(detached, ready, self.device)  # the history stays with its stage
+        return Sent(map_tensors(lambda one: one.detach().requires_grad_(one.requires_grad), value), ready, self.device)
 
     def _received(self, given: Any) -> Any:
         value = given

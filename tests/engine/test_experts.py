@@ -59,5 +59,5 @@ def test_a_loss_that_another_process_cannot_see_is_told_of_once(both):
     told, none = (ended.facts[1]["told"] for ended in both)
     assert none == []
     (message,) = told
-    assert message.startswith("stage 0 left aux on a module, a tensor with a history, and loss_fn runs in the process ")
+    assert message.startswith("stage 0 left aux, a tensor with a history, on a module: loss_fn, if it reads that ")
     assert "try: return it beside the output, as in (h, aux)" in message

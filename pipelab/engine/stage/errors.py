@@ -73,9 +73,8 @@ def left_on(module: nn.Module) -> list[str]:
 def warn_of_what_is_left(stage: int, module: nn.Module) -> None:
     """Warn of a tensor with a history that a stage left on a module, which the loss in another process cannot see."""
     for name in left_on(module)[:1]:
-        fact = f"stage {stage} left {name} on a module, a tensor with a history, and loss_fn runs in the process of "
-        also = "another rank: if it reads this, it finds another value, and no gradients come back"
-        warnings.warn(f"{fact}{also}\n{_RETURN_IT}", stacklevel=2)
+        fact = f"stage {stage} left {name}, a tensor with a history, on a module: loss_fn, if it reads that in "
+        warnings.warn(f"{fact}its process, finds another value, and no gradients come back\n{_RETURN_IT}", stacklevel=2)
 
 
 def in_short(error: BaseException) -> str:

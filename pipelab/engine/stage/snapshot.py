@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
@@ -139,10 +139,12 @@ def restored(modules: Iterable[nn.Module], batch: Any) -> Iterator[Callable[[], 
 
 
 @contextmanager
-def unchanged(of: Iterable[Any], *, attributes: bool = False) -> Iterator[None]:
+def unchanged(of: Sequence[Any], *, attributes: bool = False) -> Iterator[None]:
     """Restore modules' buffers and random state afterwards; and attributes, with what lists, dicts and sets hold."""
-    modules = [each for each in of if isinstance(each, nn.Module)]
-    own = [vars(part) for module in modules for part in module.modules() if attributes]
+    found = [each for one in of for each in (one, *getattr(one, "__dict__", {}).values())]
+    modules = [each for each in found if isinstance(each, nn.Module)]
+    parts = [*of, *(part for module in modules for part in module.modules())]
+    own = [getattr(part, "__dict__", {}) for part in parts if attributes]
     inner = [each for held in own for name, each in held.items() if name != "_parameters"]
     opened = [(each, copy(each)) for each in (*own, *inner) if type(each) in (dict, list, set, deque)]
     numbers = BatchSnapshot([each for each in inner if isinstance(each, torch.Tensor)])

@@ -174,15 +174,26 @@ class Moving(nn.Module):
         return value * self.kept[-2]
 
 
-@pytest.mark.parametrize("way", ["buffer", "attribute", "written into"])
+class Holds:
+    """A loss that is no module, and has one."""
+
+    def __init__(self):
+        self.loss, self.calls = Moving("buffer"), 0
+
+    def __call__(self, output, target):
+        self.calls += 1
+        return self.loss(output, target) * self.calls
+
+
+@pytest.mark.parametrize("way", ["buffer", "attribute", "written into", "held"])
 def test_what_a_loss_keeps_moves_once_for_each_micro_batch(way):
     """Nor is it told of its average: its losses depend on more than output and target."""
     (x, y), losses = plain.batch(8), []
-    loss, model = Moving(way), plain.mlp(4)
+    loss, model = Holds() if way == "held" else Moving(way), plain.mlp(4)
     for _ in range(2):
         each = [loss(model(rows), targets) for rows, targets in zip(x.split(2), y.split(2), strict=True)]
         losses.append(float(sum(each).detach()) / 4)
-    with Pipeline(plain.mlp(4), OneFOneB(2, 4), Moving(way)) as pipe:
+    with Pipeline(plain.mlp(4), OneFOneB(2, 4), Holds() if way == "held" else Moving(way)) as pipe:
         assert [float(pipe.step(x, y).loss) for _ in range(2)] == pytest.approx(losses)
 
 

@@ -88,7 +88,7 @@ def read_data(path: str | os.PathLike[str], what: str, toml: bool = False) -> di
     except ValueError as error:
         raise FormatError(f"{path} is not {what}: it is not {'TOML' if toml else 'JSON'}: {error}") from error
     if not isinstance(found, dict):
-        raise FormatError(f"{path} is not {what}: it has no names, as {{'name': 1}} has")
+        raise FormatError(f"{path} is not {what}: expected names, as in {{'name': 1}}")
     return found
 
 

@@ -131,8 +131,8 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path, name, error):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[]", "has no names|is not TOML"),
-        ("3", "has no names|is not TOML"),
+        ("[]", "expected names|is not TOML"),
+        ("3", "expected names|is not TOML"),
         ("[" * 100_000, "nested too deeply|more than 8,192 bytes"),
         ("x = " + "[" * 4000, "nested too deeply|is not JSON"),
         ("x = " + "{x = " * 1500, "nested too deeply|is not JSON"),

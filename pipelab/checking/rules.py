@@ -148,7 +148,7 @@ def _missing_fault(
     more = f"{',' * (len(kinds) - 1)} and so on" * many
     hint = f"on rank {first}, " * bool(known) + f"yield {actions}{more}"
     if alone:
-        hint += "; or, for evaluation, take .forwards() of the plan or schedule"
+        hint += "; or, for evaluation, use its .forwards()"
     absent = tuple(
         (rank_of[m] if rank_of[m] != NO_RANK else None, codes.action(codes.table[kind][m][stage]))
         for m in microbatches[:_MOST_KEPT]

@@ -153,8 +153,11 @@ class Pipeline:
         _require_runnable(self.plan, engine, sequence_dim)
         self.plan = self.plan.reducing(beside=all_reduce_runs == "beside")
         self._updates = optimizer is not None
-        if self._updates and "U" not in self.plan.bound.kinds:
-            raise UsageError(f"optimizer= is for updates (U): {self.plan.name} has none\n  try: your own, after a step")
+        if self._updates and not callable(optimizer):
+            raise TypeError(f"optimizer={shorten(optimizer)}: expected what makes one from a stage's parameters")
+        if self._updates and not any(TRAITS[kind].updates for kind in self.plan.bound.kinds):
+            own = "call optimizer.step() yourself, after pipe.step"
+            raise UsageError(f"optimizer= is for updates (U): {self.plan.name} has none\n  try: {own}")
         require_loss(loss_fn, reduction)
         self.loss_fn, self.reduction, self.watch_nan = loss_fn, reduction, watch_nan
         _require_dimensions(batch_dim, sequence_dim)
@@ -287,7 +290,7 @@ class Pipeline:
         """Run a step or evaluation; return its raw state and loss, in which with `only` no other sequence counts."""
         if learning and self.plan.forwards_only:
             raise UsageError(
-                f"{self.plan.name} has forwards alone, and so no gradients\n"
+                f"{self.plan.name} has only forwards, so there are no gradients\n"
                 "  try: pipe.evaluate(x, y); or a Pipeline of the whole plan, which evaluates too"
             )
         inputs, targets, named = self._cut(x, y, keywords, only)

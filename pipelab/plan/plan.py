@@ -114,7 +114,7 @@ class Plan:
         require_slots(stages, microbatches)
         written = tuple(_forwards(row) if forwards_only else row for row, _ in taken)
         vars(self).update(written=written, stages=stages, microbatches=microbatches, place=place, after=after)
-        vars(self).update(forwards_only=forwards_only, postings=())
+        vars(self).update(forwards_only=bool(forwards_only), postings=())
         vars(self).update(name=str(name or repr(self)))
 
     @classmethod

@@ -127,10 +127,12 @@ class Work:
                 kept[codes.microbatch[code]] += size * codes.forward[code]
             least = max([0, *kept.values(), *(size for *_, size in held)])
             if room < least:
-                what = "activations" if self.memory is ACTIVATIONS else "bytes beside weights and optimizer's state"
+                always = caps[rank] - room
+                what = "activations" if self.memory is ACTIVATIONS else "bytes"
+                beside = f" beside {always:,} of weights and optimizer's state" if always else ""
                 raise UsageError(
-                    f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as there is no room for {least:,} "
-                    f"{what}, which one micro-batch needs\n  try: a cap of at least {least + caps[rank] - room:,}"
+                    f"memory_cap={caps[rank]:,} on rank {rank}: no order keeps it, as one micro-batch needs {least:,} "
+                    f"{what}{beside}\n  try: a cap of {least + always:,} or more"
                 )
         return rooms
 

@@ -161,11 +161,15 @@ def _without_order(work: Work, caps: Sequence[int], seconds: float, *, proven: b
     """Return why there is no optimum: no order keeps the caps, or none was found in time."""
     pairs = any(len(job.codes) > 1 for job in work.jobs)
     what = "no order keeps it" if proven else "no order was found that keeps it"
-    tried = "has ruled out all others" if proven else f"found none in {seconds:g} seconds, nor did simple policies"
+    tried = (
+        "has ruled out all others"
+        if proven
+        else f"found none in {seconds:g} seconds, and neither did the simple policies"
+    )
     ways = ["a higher cap", *["more seconds"] * (not proven), *["a cost without pair"] * pairs]
     return UsageError(
         f"memory_cap={list(caps)}: {what}{' with each overlapped pair in one slot' * pairs}: the plan's own holds "
-        f"{_peaks(work, work.plan)}, and the solver {tried}\n  try: {' or '.join(ways)}"
+        f"{_peaks(work, work.plan)}, and the solver {tried}\n  try: {', or '.join(ways)}"
     )
 
 

@@ -576,7 +576,7 @@ def test_what_is_missing_is_named(row, lacking):
         (["0F0 0F1", "1F0 1F1 1B0 1I1 1W1"], "on rank 0, yield B(0) and so on"),
         (["0F0 0F1 0F2 0B1 0I2 0W2", "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"], "on rank 0, yield B(0)"),
         (["0F0 0F1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1"], "on rank 0, yield B(0)"),
-        (["0F0"], "on rank 0, yield B(0); or, for evaluation, take .forwards() of the plan or schedule"),
+        (["0F0"], "on rank 0, yield B(0); or, for evaluation, use its .forwards()"),
     ],
 )
 def test_a_missing_backward_is_named_in_halves_where_the_others_are(rows, hint):

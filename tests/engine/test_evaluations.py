@@ -210,7 +210,9 @@ def test_a_pipeline_of_forwards_alone_evaluates_and_says_that_it_does_not_train(
         assert_evaluates(pipe, model, x, y)
         torch.testing.assert_close(pipe.forward(x), model(x).detach())
         for call in (pipe.step, pipe.verify, *[pipe.memory_use] * (engine == "threads")):
-            with pytest.raises(UsageError, match=r"forwards alone, and so no gradients\n  try: pipe.evaluate\(x, y\)"):
+            with pytest.raises(
+                UsageError, match=r"only forwards, so there are no gradients\n  try: pipe.evaluate\(x, y\)"
+            ):
                 call(x, y)
         assert_evaluates(pipe, model, x, y)
         if engine == "threads":

@@ -96,14 +96,16 @@ def hooked():
     ("model", "plan", "optimizer", "scaler", "told"),
     [
         (tied(), pipelab.PipeDream(2, 4), RATE, None, r"stages 0, 1 use one parameter, 'weight', and .* \(0U0\)"),
-        (made(2), pipelab.PipeDream(2, 4), lambda _: RATE(OTHER.parameters()), None, "steps 4 parameters of other"),
+        (made(2), pipelab.PipeDream(2, 4), lambda _: RATE(OTHER.parameters()), None, "steps 4 parameters that are not"),
+        (made(2), pipelab.PipeDream(2, 4), lambda _: None, None, "made None for stage 0"),
+        (made(2), pipelab.PipeDream(2, 4), torch.optim.SGD([torch.ones(1)]), None, "expected what makes one"),
         (made(2), pipelab.OneFOneB(2, 4), RATE, None, r"OneFOneB\(ranks=2, microbatches=4\) has none"),
         (made(2), pipelab.PipeDream(2, 4), RATE, torch.amp.GradScaler("cpu"), "multiplied by 65536"),
         (hooked(), pipelab.PipeDream(2, 4), RATE, None, r"stage 1 has updates \(U\), and its 1.0.bias has a post-"),
     ],
 )
 def test_what_updates_could_not_do_right_is_refused_before_anything_changed(model, plan, optimizer, scaler, told):
-    with no_trace(model), pytest.raises(pipelab.PipelabError, match=told):
+    with no_trace(model), pytest.raises((pipelab.PipelabError, TypeError), match=told):
         pipelab.Pipeline(model, plan, nn.MSELoss(), optimizer=optimizer).step(*plain.batch(8, 4), scaler=scaler)
 
 

@@ -63,7 +63,7 @@ def test_a_plan_without_any_backward_is_told_how_to_be_one_of_forwards():
     for plan in (Inference(2, 4), Plan.parse("0F0 0F1; 1F0 1F1")):
         faults = check(plan)
         assert [fault.code for fault in faults] == ["missing", "missing"]
-        assert "or, for evaluation, take .forwards() of the plan or schedule" in faults[0].hint
+        assert "or, for evaluation, use its .forwards()" in faults[0].hint
         assert check(plan.forwards()) == []
     one_is_there = check(Plan.parse("0F0 0F1 0B0; 1F0 1F1"))
     assert one_is_there

@@ -47,7 +47,7 @@ def test_the_solver_finds_an_order_where_no_policy_does_and_refuses_what_no_orde
     assert shortest(ZBV.plan(), cost, [472] * 2, memory) is None
     with pytest.raises(UsageError, match=r"622, 710\], and the solver has ruled out all others\n  try: a higher cap$"):
         pipelab.optimum(ZBV, memory_cap=472, memory=memory)
-    with pytest.raises(UsageError, match=r"found none in 1e-06 seconds, .*\n  try: a higher cap or more seconds$"):
+    with pytest.raises(UsageError, match=r"found none in 1e-06 seconds, .*\n  try: a higher cap, or more seconds$"):
         pipelab.optimum(ZBV, memory_cap=473, memory=memory, seconds=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_a_cap_without_room_for_one_activation_is_refused_with_its_rank():
         lambda: Greedy(4, 8, memory_cap=330, memory=FALLING).plan(),
         lambda: lower_bound(pipelab.OneFOneB(4, 8), memory_cap=330, memory=FALLING),
     ):
-        with pytest.raises(UsageError, match=r"330 on rank 0.*no room for 40"):
+        with pytest.raises(UsageError, match=r"330 on rank 0.*(no room for|needs) 40"):
             call()
 
 

@@ -84,11 +84,13 @@ class UpdatingStage(Stage):
         """Take the place of a stage; `updates` are the micro-batches after which it updates."""
         super().__init__(stage.index, stage.module, stages)
         learning = [each for each in stage.module.parameters() if each.requires_grad]
-        self._optimizer = make(learning)
+        if not isinstance(made := make(learning), torch.optim.Optimizer):
+            raise UsageError(f"optimizer= made {made!r} for stage {stage.index}: expected a torch.optim.Optimizer")
+        self._optimizer = made
         self._own = {each for group in self._optimizer.param_groups for each in group["params"]}
         if others := len(self._own.difference(learning)):
             raise UsageError(
-                f"optimizer= made one for stage {stage.index} that steps {others} parameters of other stages too\n"
+                f"optimizer= made one for stage {stage.index} that steps {others} parameters that are not the stage's\n"
                 "  try: one that has only the parameters it is given, such as partial(torch.optim.SGD, lr=0.1)"
             )
         self._updates = updates

@@ -57,6 +57,7 @@ newest newest-environment: BIN = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipelab/
 newest: export PYTHONPATH = $(CURDIR)
 newest: FIRST = first=0; $(BIN)/python -m tests.conformance || first=$$?;
 newest: ONLY = torch and # a mark: see tests/conftest.py
+newest: export SAMPLE = dist
 newest: newest-environment ## compare with the newest PyTorch, and run the tests that touch it
 	$(TESTS)
 

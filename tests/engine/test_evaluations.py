@@ -149,6 +149,17 @@ def test_an_evaluation_needs_neither_a_parameter_that_learns_nor_a_loss_with_his
             pipe.step(x, y)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.int64, torch.float32])
+def test_a_count_is_a_loss_that_warns_of_its_average(engine, kind):
+    model, (x, y) = plain.mlp(4), plain.batch(8)
+    schedule = GPipe(1, 4) if engine == "torch" else GPipe(2, 4)
+    with Pipeline(model, schedule, lambda output, _: output.new_tensor(len(output)).to(kind), engine=engine) as pipe:
+        with pytest.warns(UserWarning, match="average to") if kind != torch.bool else nullcontext():
+            loss = pipe.evaluate(x, y).loss
+        assert float(loss) == (1 if kind == torch.bool else 2)
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()

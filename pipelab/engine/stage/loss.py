@@ -160,19 +160,22 @@ def warn_of_another_average(loss: Loss, reduction: Reduction, together: Callable
 
     def again(some: int) -> torch.Tensor:
         with unchanged([loss.function], attributes=True), torch.no_grad():
-            return loss.function(together(some), join(loss.targets[:some], loss.ways)).detach().reshape(())
+            value = loss.function(together(some), join(loss.targets[:some], loss.ways))
+        return value.detach().reshape(()).cpu().double()
 
     try:
         both = again(2)
     except Exception:  # noqa: BLE001 - outputs that cannot be joined, as with a loss among them
         return
     first, second = (value.reshape(()).to(both) for value in known)
-    total, slack = (first * weights[0] + second * weights[1]) / sum(weights), max(1e-3, 8 * torch.finfo(both.dtype).eps)
+    kind = known[0].dtype
+    slack = max(1e-3, 8 * torch.finfo(kind).eps) if kind.is_floating_point else 1e-3
+    total = (first * weights[0] + second * weights[1]) / sum(weights)
     # A NaN is no reason, nor is a loss that draws, or keeps something: it has another value in each call.
     if abs(both - total) > slack * abs(both) and abs(again(1) - first) <= slack * abs(first):
         warnings.warn(
             f"the losses of two micro-batches average to {total:.4g}, and loss_fn of both together is {both:.4g}: with "
-            "reduction='mean', gradients are not the whole batch's\n"
+            "reduction='mean', loss and gradients are not the whole batch's\n"
             "  try: reduction='sum' for a loss that sums, a function from a target to its micro-batch's weight for one "
             "that leaves targets out, or reduction=len to weigh by rows nevertheless",
             stacklevel=4,

@@ -288,7 +288,7 @@ def _losses(plan: Plan, loss: Loss) -> torch.Tensor:
     found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
     for microbatch, value in enumerate(loss.values):
         if value is not None:
-            found[0] = _LOSS_TYPES.index(value.dtype)
+            found[0] = _LOSS_TYPES.index(value.dtype if value.is_floating_point() else torch.int64)
             found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
     return found
 

@@ -1,15 +1,12 @@
-"""Why gradients are wrong: every cause with its sentence and what to try, in one table.
-
-`named` reads counts. Where no counts explain the gradients, each cause that can looks at the evidence.
-"""
+"""Why gradients are wrong: causes in one table. `named` reads counts; where none explain, causes look themselves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,6 +26,7 @@ from pipelab.engine.verify.reference import (
     Gradients,
     NoSumError,
     Reference,
+    flat,
     least_of,
     listed,
     loss_of,
@@ -41,18 +39,14 @@ from pipelab.engine.verify.reference import (
 )
 
 _TOLERANCE = 1e-4
-"""Largest difference (2-norm, per parameter) from the whole batch's gradient, relative to the sum itself: generous,
-because a wrong weight is off by far more than rounding. Types that round more coarsely allow more."""
+"""Largest difference from the whole batch's gradient, relative to itself: a wrong weight is off by far more."""
 
 CUT_BEFORE = "the micro-batches were cut before: there is no whole batch to compare with"
-_NOT_THE_SUM = (
-    "their sum is not the whole batch's: {} differs by {:.1e} (2-norm, relative to the sum), with slightly different "
-    "weights too\n{}"
-)
+_OTHER = "differs by {:.1e} (2-norm, relative to the sum), with slightly different weights too"
+_NOT_THE_SUM = f"their sum is not the whole batch's: {{}} {_OTHER}\n{{}}"
 
 _MOVE = 0.05
-"""How far to move weights to look again: far enough that residuals are no rounding errors, near enough that what is
-wrong with the present weights is wrong with those. Types that round more coarsely must move further."""
+"""How far to move weights to look again: so far that residuals are no rounding errors, and that faults stay."""
 
 
 class Finding(NamedTuple):
@@ -141,10 +135,7 @@ def _moving_average(counts: Counts) -> Finding | None:
 
 
 def _averages(counts: Counts) -> Iterator[tuple[float, int]]:
-    """Find a divisor that was applied again after every so many micro-batches; yield it, and how many.
-
-    The first division may come with the second addition, as in `grad = (grad + new) / 2`.
-    """
+    """Yield divisors that were applied again after every so many micro-batches; the first time, with the second."""
     numbers, many = counts.numbers, len(counts.numbers)
     for steps in (number for number in range(1, many) if many % number == 0):
         later = many // steps - 1 - torch.arange(many) // steps
@@ -231,12 +222,13 @@ def _decay(e: Evidence) -> str:
 def _shift(e: Evidence) -> str:
     rows, (x, y) = e.sizes.rows, e.batch
     total, starts = sum(rows), [sum(rows[:m]) for m in range(len(rows))]
-    for by, inside in ((rows[0], 0), (-rows[0], 0), (1, 0), (-1, 0), (1, 1), (-1, 1)):
-        order: Iterable[int] = range(by, by + total)
-        if inside:
-            order = (start + (row + by) % many for start, many in zip(starts, rows, strict=True) for row in range(many))
-        if e.rounding(e.left - e.trial.plainly(x, e.trial.taken(y, order))):
-            return f"{abs(by)} {'further on' if by > 0 else 'before'}{', within its micro-batch' * inside}"
+    for by, inside in ((rows[0], 0), (-rows[0], 0), (1, 0), (-1, 0), (1, 1), (-1, 1), (0, 0), (0, 1)):
+        order = [[(row + by) % many for row in range(many)] for many in (rows if inside else [total])]
+        order = [own if by else own[::-1] for own in order]
+        which = (start + row for start, own in zip(starts, order, strict=False) for row in own)
+        if e.rounding(e.left - e.trial.plainly(x, e.trial.taken(y, which))):
+            how = f"{abs(by)} {'further on' if by > 0 else 'before'}" if by else "in reverse order"
+            return f"{how}{', within its micro-batch' * inside}"
     return ""
 
 
@@ -333,12 +325,7 @@ class Whole:
         return max(_TOLERANCE, rounding_of(self.types))
 
     def difference(self, sums: Gradients) -> Difference:
-        """Compare these sums of the micro-batches' gradients, and look again if they differ too much.
-
-        Operations on all rows round otherwise than on some. Where residuals are rounding errors themselves, or a ReLU's
-        input is within rounding of zero, that decides the gradients. Nearby it does not, but a fault is there too: so a
-        difference is a fault if it is too large with most of some other weights.
-        """
+        """Compare these sums; a difference is a fault if it is there with most of some other weights too, no kink."""
         least, wrong = self._compared(sums)
         faults, looks = 0, NEARBY if wrong else 0
         for seed in range(looks):
@@ -347,8 +334,11 @@ class Whole:
                 size, wrong = self._compared(self.plain.gradients())
                 least, faults = min(size, least), faults + bool(wrong)
                 if wrong and faults > NEARBY // 2:
-                    code, words = next(_found(self), ("rows-mixed", (wrong[-1],)))
-                    why = said(code, *words, microbatches=len(self.plain.rows))
+                    equal = ""
+                    with suppress(Exception):  # what cannot be compared is not said to be equal
+                        equal = "outputs and losses are equal: but " if self.shares and not any(self.odd) else ""
+                    code, words = next(_found(self), ("rows-mixed", (wrong[-1], equal)))
+                    why = said(code, *words)
                     return Difference(size, bool(looks), code, _NOT_THE_SUM.format(wrong[0], size, why))
         return Difference(least, bool(looks))
 
@@ -403,22 +393,46 @@ class Whole:
         leaf, dim = next(iter(self.cut.items()))
         return [take_apart(rows)[0][leaf].shape[dim] for rows in self.plain.rows]
 
-    def first_rows(self, value: Any) -> Any:
-        """Return the first micro-batch's rows of an output."""
-        dim, rows = self.batch_dim, sum(self.counts)
+    def own(self, value: Any, microbatch: int) -> Any:
+        """Return a micro-batch's rows of an output."""
+        dim, counts = self.batch_dim, self.counts
 
-        def first(each: torch.Tensor) -> torch.Tensor:
-            return each.narrow(dim if each.dim() > dim and each.shape[dim] == rows else 0, 0, self.counts[0])
+        def its(each: torch.Tensor) -> torch.Tensor:
+            along = dim if each.dim() > dim and each.shape[dim] == sum(counts) else 0
+            return each.narrow(along, sum(counts[:microbatch]), counts[microbatch])
 
-        return map_tensors(first, value)
+        return map_tensors(its, value)
+
+    @cached_property
+    def at(self) -> int:
+        """The first micro-batch whose rows have other outputs in the whole batch; 0 if none has."""
+        odd = (any(self.unlike(part, self.own(self.whole, m))) for m, part in enumerate(self.parts))
+        return [*odd, True].index(True) % len(self.parts)
 
     @cached_property
     def shares(self) -> list[float]:
-        """Each micro-batch's weight in the loss of the batch; none if that is no weighted sum."""
-        try:
-            return shares_of(self.plain.loss_fn, self.parts, [*self.plain.targets], self.y, self.joined)
-        except NoSumError:
-            return []
+        """Each micro-batch's weight in the loss of the batch, whatever the outputs; none if that is no weighted sum."""
+        looks = list[torch.Tensor]()
+        for by in (1.0, 0.3, 3.0):
+            outputs = [map_tensors(partial(_stretched, by=by), part) for part in self.parts]
+            try:
+                found = shares_of(self.plain.loss_fn, outputs, [*self.plain.targets], self.y, self.joined)
+            except NoSumError:
+                return []
+            except Exception:  # a loss may not take other outputs
+                if not looks:
+                    raise
+            else:
+                looks.append(torch.tensor(found))
+        for look in looks:
+            both = (look != 0) & (looks[0] != 0) & (look.isfinite() | looks[0].isnan())
+            if not self.alike(look[both], looks[0][both]):
+                return []
+        return looks[0].tolist()
+
+    def alike(self, some: torch.Tensor, others: torch.Tensor) -> bool:
+        """Return whether weights of micro-batches differ by no more than rounding."""
+        return torch.allclose(some, others, max(1e-3, self.allowed), 0.0)
 
     def unlike(self, ours: Any, theirs: Any) -> list[bool]:
         """Return, for each tensor of two values, whether they differ by more than rounding."""
@@ -429,20 +443,20 @@ class Whole:
         ]
 
     def feels(self, index: int, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
-        """Return whether outputs of the first micro-batch's rows change with the later rows of a leaf of `x`."""
-        leaves, spec = take_apart(self.x)
-        first, later, last = leaves[index].split([self.counts[0], sum(self.counts[1:]) - 1, 1], self.cut[index])
-        leaves[index] = torch.cat([first, change(later, last), last], self.cut[index])
-        return any(self.unlike(*map(self.first_rows, (self.out(rebuild(leaves, spec)), self.whole))))
+        """Return whether outputs of the micro-batch `at` change with the other rows of a leaf of `x`."""
+        (leaves, spec), dim = take_apart(self.x), self.cut[index]
+        pieces, last = [*leaves[index].split(self.counts, dim)], leaves[index].narrow(dim, -1, 1)
+        leaves[index] = torch.cat([each if m == self.at else change(each, last) for m, each in enumerate(pieces)], dim)
+        both = (self.own(value, self.at) for value in (self.out(rebuild(leaves, spec)), self.whole))
+        return any(self.unlike(*both))
 
-    @cached_property
-    def backwards(self) -> tuple[list[str], list[Gradients]]:
+    def backwards(self, given: Any, target: Any) -> tuple[list[str], list[Gradients]]:
         """Autograd functions that are not PyTorch's; the gradients of the loss, by way of the output alone, of 0."""
         self.rewind()
         found = list[Gradients]()
         with self.plain.around(), torch.enable_grad():
-            output = self.forward(self.x)
-            value = loss_of(self.plain.loss_fn, output, self.y).of(0, output)
+            output = self.forward(given)
+            value = loss_of(self.plain.loss_fn, output, target).of(0, output)
             ends = [each for each in tensors_of(output) if each.requires_grad]
             slopes = torch.autograd.grad(value, ends, retain_graph=True, materialize_grads=True)
             for outputs, starts in (([value], None), (ends, slopes), (ends, [*map(torch.zeros_like, ends)])):
@@ -451,6 +465,11 @@ class Whole:
                 for parameter in self.plain.parameters.values():
                     parameter.grad = None
         return [*custom_functions(ends)], found
+
+
+def _stretched(each: torch.Tensor, by: float) -> torch.Tensor:
+    times = torch.linspace(1.0, by, each.numel()).view(each.shape)
+    return each * times.to(each) if each.is_floating_point() else each
 
 
 def _spreads(e: Whole) -> tuple[object, ...]:
@@ -474,9 +493,10 @@ def _pairs(e: Whole) -> bool:
 
 def _reduction(e: Whole) -> tuple[str, ...]:
     reduction = repr(e.reduction) if isinstance(e.reduction, str) else "a function"
-    both = zip(e.shares, e.plain.weights, strict=True)
-    off = max(abs(one - other) / max(one, other) for one, other in both if one or other)
-    return (reduction, shown(e.plain.weights), shown(e.shares)) if off > max(1e-3, e.allowed) else ()
+    shares, counts, ours = map(torch.tensor, (e.shares, e.counts, [*e.plain.weights]))
+    known = {"reduction='mean'": counts / counts.sum(), "reduction='sum'": torch.ones(len(counts))}
+    way = next((way for way, weights in known.items() if e.alike(shares, weights)), _A_FUNCTION)
+    return () if e.alike(shares, ours) else (reduction, shown(e.plain.weights), shown(e.shares), way)
 
 
 def _state(e: Whole) -> str:
@@ -513,13 +533,13 @@ def _auxiliary(e: Whole) -> tuple[str, ...]:
 
 
 def _first_layer(e: Whole) -> str:
-    """Return the first layer that makes something else of the first micro-batch's rows alone."""
+    """Return the first layer that makes something else of one micro-batch's rows alone."""
     made = dict[nn.Module, list[Any]]()
     with nn.modules.module.register_module_forward_hook(lambda layer, _, out: made.setdefault(layer, []).append(out)):
-        e.out(e.plain.rows[0]), e.out(e.x)
+        e.out(e.plain.rows[e.at]), e.out(e.x)
     names = {layer: name for name, layer in e.named.named_modules()}
     for layer, (alone, *_, whole) in made.items():
-        if any(e.unlike(alone, e.first_rows(whole))):
+        if any(e.unlike(alone, e.own(whole, e.at))):
             return names.get(layer) or "the model"
     return ""
 
@@ -531,14 +551,21 @@ def _branch(e: Whole) -> str:
 
 
 def _beside(e: Whole) -> str:
-    loss, along, _ = e.backwards[1]
+    loss, along, _ = e.backwards(e.x, e.y)[1]
     off = relative((loss - along).norms, loss.norms)
     return listed(left_on(e.named)) or "what is no output" if max(off.values()) > e.allowed else ""
 
 
-def _injected(e: Whole) -> str:
-    functions, (*_, of_zero) = e.backwards
-    return (listed(functions) or "a hook") if any(bool(each.any()) for each in of_zero.values()) else ""
+def _injected(e: Whole) -> tuple[str, ...]:
+    functions, (*_, of_zero) = e.backwards(e.x, e.y)
+    whole, many = flat(of_zero.values()), len(e.parts)
+    parts = [flat(e.backwards(*part)[1][-1].values()) for part in zip(e.plain.rows, e.plain.targets, strict=True)]
+    times = float(torch.stack(parts).sum(0) @ whole / (whole @ whole)) if whole.any() else 0.0
+    much, way = f"all micro-batches together {times:.3g} times as much as the whole batch", _ONE_BY_ONE
+    if times > (1 + many) / 2:
+        much = f"as much for each of the {many} micro-batches as for the whole batch"
+        way = f"multiply it by the micro-batch's share of the batch, 1/{many}, unless it is already; then {way}"
+    return (listed(functions) or "a hook", much, way) if abs(times) > 0 else ()
 
 
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -558,6 +585,8 @@ _NOISE = "look for noise that is added to gradients, and for dropout that the mo
 _BACK = "look for a detach(), or for the gradient of another micro-batch, on the way back between them"
 _OWN = "look for what is done to their .grad alone, and to what their backward has saved"
 
+_WATCH = "Pipeline(..., watch_nan=True), whose step names the first action that makes one"
+_A_FUNCTION = "a function from a target to the weight of its micro-batch"
 _ONE_BY_ONE = "pipe.verify(x, y, against='microbatches'), if each micro-batch is to have its own"
 
 CAUSES = {
@@ -580,7 +609,7 @@ CAUSES = {
         "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
     ),
     "repeated-microbatches": Cause("Of micro-batches 0 to {}, {}: {}.", "look for an index that is off by one"),
-    "other-weights": Cause("The micro-batches do not count alike: {}."),
+    "other-weights": Cause("The micro-batches do not count alike: {}.", "look for another loss, or clipping of each"),
     "collinear": Cause(
         "{}, but micro-batches {} have gradients too alike to tell which of them counted.",
         "take another batch, such as random rows, or fewer micro-batches",
@@ -634,7 +663,7 @@ CAUSES = {
         at_once=_spreads,
     ),
     "rows-mixed": Cause(
-        "outputs and losses are equal: but {} and the layers before it have other gradients than with the whole batch",
+        "{1}{0} and the layers before it have other gradients than with the whole batch",
         "look, from there to the loss, for a hook, or for an autograd function whose backward branches on values",
     ),
     # what `verify` tries out, if the loss or the model is no sum over rows
@@ -651,7 +680,7 @@ CAUSES = {
     ),
     "reduction": Cause(
         "reduction is {}, which weighs the micro-batches {}, and in loss_fn of the whole batch they weigh {}",
-        "reduction='sum' for a loss that sums, or a function from a target to the weight of its micro-batch",
+        "{3}",
         at_once=_reduction,
     ),
     "state-between-calls": Cause(
@@ -693,16 +722,8 @@ CAUSES = {
         f"return it with the output, so that it passes through the stages; {_ONE_BY_ONE}",
         at_once=_beside,
     ),
-    "injected": Cause(
-        "{} adds a gradient in the backward that is not the loss's: as much for each of the {microbatches} "
-        "micro-batches as for the whole batch",
-        f"multiply it by the micro-batch's share of the batch, 1/{{microbatches}}; then {_ONE_BY_ONE}",
-        at_once=_injected,
-    ),
-    "not-finite-at": Cause(
-        "micro-batch {} is the first that makes one{}",
-        "Pipeline(..., watch_nan=True), whose step names the first action that makes one",
-    ),
+    "injected": Cause("{} adds a gradient in the backward that is not the loss's: {}", "{2}", at_once=_injected),
+    "not-finite-at": Cause("micro-batch {} is the first that makes one{}", _WATCH),
 }
 """By code, every cause that `diagnose` and `verify` name."""
 
@@ -712,9 +733,9 @@ def finding(code: str, *found: object, factor: float | None = None, microbatches
     return Finding(code, CAUSES[code].words.format(*found), factor, microbatches)
 
 
-def said(code: str, *found: object, **more: object) -> str:
+def said(code: str, *found: object) -> str:
     """Return a cause of the table and what to try, as the lines of an error."""
-    words, hint = (text.format(*found, **more) for text in CAUSES[code][:2])
+    words, hint = (text.format(*found) for text in CAUSES[code][:2])
     return (f"  {words}\n" if words else "") + f"  try: {hint}"
 
 

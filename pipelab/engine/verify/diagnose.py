@@ -34,15 +34,18 @@ from pipelab.engine.verify.reference import (
     OTHERWISE,
     Counts,
     Evidence,
+    Gradients,
     LossFunction,
     Sizes,
     Trial,
+    cast,
     coarse_in,
     least_of,
     listed,
     nearby_weights,
     products,
     rest_of,
+    rounded,
     rounding_of,
     seen,
     unproven_of,
@@ -50,8 +53,7 @@ from pipelab.engine.verify.reference import (
 from pipelab.errors import UsageError
 
 _TOLERANCE = 1e-3
-"""Largest rest of a gradient, relative to the norms of what is added up: rounding is far below it, even where the step
-cuts its batch otherwise; a micro-batch too many is above it, unless there are a thousand."""
+"""Largest rest of a gradient, relative to what is added up: rounding is far below it, one of 1000 micro-batches not."""
 
 _MOST_ROUNDING = 0.1
 """With a larger tolerance than this, nothing can be named."""
@@ -214,16 +216,19 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
         trial = replace(trial, types=frozenset(coarse))
         alone, shares = trial.each_alone(*batch)
     loud = [name for name, norm in left.norms.items() if norm > least_of(left.norms)]
-    casts = {kind for name in loud for kind in coarse_in(left[name]) - coarse_in(alone[0][name])}
-    casts |= {kind for _, kind in during.casts - before.casts}
-    types = casts | during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
+    computed = during.types | before.types | {tensor.dtype for tensor in left.values()} | trial.caller.types
+    sums = {kind for name in loud for kind in coarse_in(left[name]) - coarse_in(alone[0][name])}
+    casts, sums = (set(), set()) if coarse else (during.casts - before.casts, sums)  # layers make such numbers
+    types = computed | sums | {kind for _, kind in casts}
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
-    plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(types))
+    plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(computed))
     evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, draws)
     for seed in range(NEARBY if evidence.most > tolerance else 0):
-        with nearby_weights([trial.model], seed, 0.0):
+        with nearby_weights([trial.model], seed, 0.0), rounded(trial.model, casts):
             near = trial.plainly(*batch)
+        for kind in sums:
+            near = Gradients({name: cast(gradient, kind) for name, gradient in near.items()})
         tolerance = max(tolerance, 4 * replace(evidence, tables=products(alone, near)).most)
     return replace(evidence, tolerance=tolerance)
 
@@ -337,10 +342,7 @@ def _with_words(
 
 
 def _miscounted(e: Evidence, counts: Counts) -> list[str]:
-    """Return the parameters, if counts are wrong where rounding may change a gradient by more.
-
-    Rounding falls on all elements nearly at random, so it hardly changes counts.
-    """
+    """Return the parameters, if counts are wrong where rounding changes a gradient by more, but hardly its counts."""
     table = e.table(e.tables)
     explains = 2 * rest_of(table, counts.numbers) < rest_of(table, e.ones)
     return [name for name, own in e.tables.items() if own[-1, -1] and explains and counts.are_off]

@@ -1,7 +1,4 @@
-"""Plain training, without the engine, and what is known of a step whose gradients are compared with it.
-
-Counting follows from inner products: of what each micro-batch adds, and of what the step has left, which is last.
-"""
+"""Plain training, and what is known of a step that is compared with it; counts come from inner products."""
 
 from __future__ import annotations
 
@@ -32,12 +29,10 @@ from pipelab.errors import LossError, UsageError
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 NEARBY = 5
-"""With how many other weights to look again. By chance a ReLU's input is near zero in a few per cent of the largest
-models that a test would verify: with most of five, it is a fault."""
+"""With how many other weights to look again: by chance, a ReLU's input is near zero with few of them."""
 
 _SMALLEST_SHARE = 1e-2
-"""A gradient below this share of the model's largest is measured against that share: of one that ought to be zero (an
-attention's key bias) only rounding is left, and rounding differs from itself by a hundred per cent."""
+"""A gradient below this share of the model's largest is measured against that: only rounding may be left of it."""
 
 _MOST_NAMES, _MOST_NUMBERS = 6, 16
 
@@ -314,10 +309,7 @@ class NoSumError(LossError):
 def shares_of(
     loss_fn: LossFunction, outputs: list[Any], targets: list[Any], y: Any, join_all: Callable[[list[Any]], Any]
 ) -> list[float]:
-    """Return each micro-batch's weight in the loss of the whole batch.
-
-    The slope of the batch's loss along a micro-batch's output is its own loss's slope, times this weight.
-    """
+    """Return each micro-batch's weight in the batch's loss: by how much its own loss's slope is multiplied there."""
     outputs = [map_tensors(lambda each: asking(each.clone()), output) for output in outputs]
     leaves = [[tensor for tensor in tensors_of(output) if tensor.requires_grad] for output in outputs]
     alone = [slopes_of(loss_fn, *each) for each in zip(outputs, targets, leaves, strict=True)]
@@ -330,11 +322,14 @@ def shares_of(
             "  try: reduction='mean', 'sum' or a function from a target to the weight of its micro-batch"
         ) from error
     shares, rest, slopes = list[float](), 0.0, iter(at_once)
-    for own in map(_flat, alone):
-        whole = _flat([*islice(slopes, len(leaves[0]))])
+    for own in map(flat, alone):
+        whole = flat([*islice(slopes, len(leaves[0]))])
         shares.append(float(whole @ own / (own @ own)) if whole.any() else 0.0)
-        rest += float((whole - shares[-1] * own).norm()) if shares[-1] else 0.0
-    if rest > max(_OF_A_LOSS, rounding_of(slope.dtype for slope in at_once)) * float(_flat(at_once).norm()):
+        if shares[-1]:
+            rest += float((whole - shares[-1] * own).norm())
+        elif own.isfinite().all():  # a micro-batch whose loss counts for nothing, as with a maximum
+            rest += float(own.norm()) / len(outputs)
+    if rest > max(_OF_A_LOSS, rounding_of(slope.dtype for slope in at_once)) * float(flat(at_once).norm()):
         raise NoSumError(
             "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
             "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
@@ -348,7 +343,7 @@ def slopes_of(loss_fn: LossFunction, output: Any, target: Any, along: Sequence[t
         return torch.autograd.grad(loss_of(loss_fn, output, target).of(0, output), along, materialize_grads=True)
 
 
-def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the real numbers in some tensors, in double precision."""
     real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
     return torch.cat([tensor.detach().cpu().flatten().double() for tensor in real])
@@ -396,7 +391,7 @@ def seen(modules: Sequence[nn.Module]) -> Iterator[Seen]:
             if tensor.requires_grad:
                 tensor.register_hook(partial(note_cast, name))
         found.modes.add((name, layer.training))
-        found.ran.append((name, sum(tensor.numel() for tensor in made)))
+        found.ran.append((name, sum(tensor.numel() for tensor in made[:1])))  # states, say, have no rows
         if any(each._version != versions.get(id(each), each._version) for each in layer.parameters()):  # noqa: SLF001
             found.changed.add(name)
 
@@ -413,8 +408,24 @@ def coarse_in(tensor: torch.Tensor) -> set[torch.dtype]:
     if type(tensor) is not torch.Tensor or tensor.dtype not in (torch.float32, torch.float64):
         return set()  # of a tracer, say
     some = tensor.detach().flatten()[:_SOME]
-    kinds = (kind for kind in (torch.bfloat16, torch.float16) if torch.equal(some.to(kind).to(some.dtype), some))
+    kinds = (kind for kind in (torch.bfloat16, torch.float16) if torch.equal(cast(some, kind), some))
     return {kind for kind in islice(kinds, 1) if len(some[some != 0].unique()) > _FEW}
+
+
+def cast(value: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return numbers rounded to a type, as their gradients are."""
+    return value.to(kind).to(value.dtype) if value.is_floating_point() else value
+
+
+@contextmanager
+def rounded(model: nn.Module, casts: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Round what layers give, and its gradients, to types."""
+    layers = dict(model.named_modules())
+    with ExitStack() as stack:
+        for layer, kind in ((layers[name], kind) for name, kind in casts if name in layers):
+            there = partial(map_tensors, partial(cast, kind=kind))
+            stack.callback(layer.register_forward_hook(lambda _, __, made, there=there: there(made)).remove)
+        yield
 
 
 class Number(NamedTuple):
@@ -542,10 +553,7 @@ class Evidence:
         return torch.stack([self.tables[name] for name in names]).sum(0)
 
     def rest(self, counts: torch.Tensor, times: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return what these counts do not explain of each parameter's gradient, relative to what is added up.
-
-        With `times`, each parameter's counts are multiplied by its own number.
-        """
+        """Return what these counts, `times` each parameter's number, do not explain of what is added up to it."""
         own = {name: counts * (times or {}).get(name, 1.0) for name in self.tables}
         left = {name: rest_of(table, own[name]) for name, table in self.tables.items()}
         return relative(left, {name: _added(table, own[name]) for name, table in self.tables.items()})
@@ -589,7 +597,7 @@ def products(alone: Sequence[Gradients], left: Gradients) -> dict[str, torch.Ten
 
 def _products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     pieces = zip(*(gradient.flatten().split(_AT_ONCE) for gradient in gradients), strict=True)
-    return torch.stack([rows @ rows.T for rows in (torch.stack([*map(_flat, zip(piece))]) for piece in pieces)]).sum(0)
+    return torch.stack([rows @ rows.T for rows in (torch.stack([*map(flat, zip(piece))]) for piece in pieces)]).sum(0)
 
 
 def rest_of(table: torch.Tensor, counts: torch.Tensor) -> float:

@@ -35,8 +35,7 @@ from pipelab.errors import VerificationError
 from pipelab.plan.fault import ranges
 
 _TOLERANCE = 1e-6
-"""Largest difference (2-norm, per parameter, float32) between orders of adding up the same micro-batches' gradients,
-relative to the norms of what is added up: the sum may be much smaller, as it is near a minimum of the loss."""
+"""Largest difference between orders of adding up, relative to what is added up: near a minimum, the sum is smaller."""
 
 _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""

@@ -469,6 +469,64 @@ def test_numbers_that_were_cast_on_their_way_round_as_their_type_does(kind, cast
     assert found_in(lambda x, y: step(x, y, 1.0), model, 24, microbatches=4).code != "right"
 
 
+FLOAT8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("where", ["sent", "sent back"])
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda value: value.bfloat16().float(), "right"),
+        (lambda value: value.to(FLOAT8).float(), ""),
+        (lambda value: (value * 0.97).bfloat16().float(), ""),
+    ],
+    ids=["bfloat16", "float8", "scaled"],
+)
+def test_what_happens_to_be_bfloat16_is_rounding_only_as_far_as_that_rounds(where, change, code):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 4):
+            value = model[:2](rows)
+            given = (change(value) if where == "sent" else value).detach().requires_grad_()
+            (mse(model[2:](given), targets) / 4).backward()
+            value.backward(change(given.grad) if where == "sent back" else given.grad)
+
+    found = diagnose(step, model, x, y, mse, microbatches=4)
+    assert (found.code == "right") == (code == "right"), found
+
+
+def test_steps_of_an_eighth_are_no_rounding_and_autocast_is_in_one_type():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 4):
+            value = model[:2](rows)
+            given = ((value * 8).round() / 8).detach().requires_grad_()
+            (mse(model[2:](given), targets) / 4).backward()
+            value.backward(given.grad)
+
+    assert diagnose(step, model, x, y, mse, microbatches=4).code == "unexplained"
+    found = diagnose(in_bfloat16(model, [1] * 4), model, x, y, mse, microbatches=4)
+    assert str(found).endswith(", in bfloat16.")
+
+
+def test_layers_run_as_often_however_the_sequence_is_cut():
+    """A recurrent layer also returns its last states, which are more where the sequence is cut."""
+    lstm = plain.Made(lambda self, x: self.head(self.lstm(x)[0]), lstm=nn.LSTM(8, 8), head=nn.Linear(8, 4))
+    x, y = torch.randn(8, 8, 8), torch.randn(8, 8, 4)
+
+    def step(x, y):
+        for rows, targets in pieces(x, y, 4):
+            (mse(lstm(rows), targets) / 4).backward()
+
+    assert diagnose(step, lstm, x, y, mse, microbatches=4, batch_dim=1).code == "unexplained"
+
+
 def test_a_wrong_step_in_float32_is_not_taken_for_rounding():
     model = plain.mlp(4)
     found = found_in(lambda x, y: mse(model(x), y + 1e-2 * y.roll(1, 0)).backward(), model, 24, microbatches=6)

@@ -46,8 +46,8 @@ class Experts(nn.Module):
             return made, before + 0.1 * balance(chances)
         if self.how == "chances":
             return made, chances
-        if self.how == "injected":
-            return Injects.apply(made, balance(chances))
+        if self.how in ("injected", "its share"):
+            return Injects.apply(made, balance(chances) * (len(x) / 8 if self.how == "its share" else 1))
         self.aux = 0.1 * balance(chances)
         return made
 
@@ -154,7 +154,13 @@ CASES = {
         ROWS,
         r"output\[1\] depends on the other rows of its micro-batch, and output\[0\] does not",
     ),
-    "injected": ([Experts("injected"), Experts("injected")], mse, ROWS, "Injects adds a gradient in the backward"),
+    "injected": ([Experts("injected"), Experts("injected")], mse, ROWS, "Injects adds .* as much for each of the 2"),
+    "its share": (
+        [Experts("its share"), Experts("its share")],
+        mse,
+        ROWS,
+        "Injects adds .*: all micro-batches together",
+    ),
     "branch": (
         linear(plain.Made(lambda _, x: x if x.sum() > -1e3 * len(x) ** 2 / 64 and len(x) > 4 else x * 2)),
         mse,
@@ -180,7 +186,7 @@ def test_the_cause_is_named_by_evidence(case, schedule):
     assert hint in str(error)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "injected"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("injected", "its share")])
 def test_diagnose_says_that_a_step_is_right_for_its_micro_batches_and_not_for_the_batch(case):
     torch.manual_seed(0)
     model, loss_fn, (x, y), told = CASES[case]
@@ -212,7 +218,7 @@ def test_a_loss_that_the_last_stage_leaves_on_a_module_is_named():
     refused(told, stages, OneFOneB(2, 2), 8, reads_the_last(stages), "verify", VerificationError)
 
 
-@pytest.mark.parametrize("case", ["pairs", "in the loss", "travels", "injected", "statistic"])
+@pytest.mark.parametrize("case", ["pairs", "in the loss", "travels", "injected", "its share", "statistic"])
 @pytest.mark.filterwarnings("ignore:the losses of two micro-batches:UserWarning")
 def test_what_each_micro_batch_has_for_itself_is_right_against_the_micro_batches(case):
     torch.manual_seed(0)

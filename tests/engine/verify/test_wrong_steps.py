@@ -342,6 +342,12 @@ def targets_rolled_within_their_microbatch(model, x, y):
     right(model, x, torch.cat([targets.roll(1, 0) for targets in y.chunk(MANY)]))
 
 
+@wrong("other-targets", "in reverse order, within its micro-batch")
+def targets_reversed_within_their_microbatch(model, x, y):
+    """Each micro-batch's targets are in reverse order."""
+    right(model, x, torch.cat([targets.flip(0) for targets in y.chunk(MANY)]))
+
+
 @wrong("unexplained", "right: 4.bias", functools.partial(plain.mlp, 5))
 def targets_in_an_order_that_is_not_tried(model, x, y):
     """Targets are shuffled: that a bias is right, which adds up all rows, is no hint at the other gradients."""

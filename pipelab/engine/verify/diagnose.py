@@ -222,7 +222,8 @@ def _evidence(trial: Trial, watched: Sequence[nn.Module], batch: tuple[Any, Any]
     types = computed | sums | {kind for _, kind in casts}
     runs = round(min(during.times(before).values(), default=1.0))
     sizes = Sizes(trial.rows, shares, replicas, _tokens(batch[1], trial.loss_fn), runs)
-    plain, tables, tolerance = trial.summed(alone), products(alone, left), max(_TOLERANCE, rounding_of(computed))
+    plain, tables, least = trial.summed(alone), products(alone, left), rounding_of(types - computed) / 8
+    tolerance = max(_TOLERANCE, rounding_of(computed), least)  # the types' own rounding, and one of a cast
     evidence = Evidence(trial, batch, left, plain, tables, before, during, sizes, tolerance, types, draws)
     for seed in range(NEARBY if evidence.most > tolerance else 0):
         with nearby_weights([trial.model], seed, 0.0), rounded(trial.model, casts):
@@ -269,7 +270,8 @@ def _incomparable(e: Evidence) -> Finding | None:
         plain = all(table[:-1, :-1].isfinite().all() for table in tables)
         where = "Gradients of the step" if plain else "Gradients of plain training, without the step,"
         return finding("not-finite", where)
-    return finding("rounding") if e.most > _TOLERANCE and e.tolerance > _MOST_ROUNDING else None
+    most = max(_TOLERANCE, rounding_of(e.types))
+    return finding("rounding") if e.most > most and e.tolerance > _MOST_ROUNDING else None
 
 
 def _right(e: Evidence, counts: Counts, silent: list[str]) -> Diagnosis:

@@ -395,11 +395,10 @@ class Whole:
 
     def own(self, value: Any, microbatch: int) -> Any:
         """Return a micro-batch's rows of an output."""
-        dim, counts = self.batch_dim, self.counts
 
         def its(each: torch.Tensor) -> torch.Tensor:
-            along = dim if each.dim() > dim and each.shape[dim] == sum(counts) else 0
-            return each.narrow(along, sum(counts[:microbatch]), counts[microbatch])
+            by_rows = each.dim() > self.batch_dim and each.shape[self.batch_dim] == sum(self.counts)
+            return each.split(self.counts, self.batch_dim if by_rows else 0)[microbatch]
 
         return map_tensors(its, value)
 
@@ -417,13 +416,11 @@ class Whole:
             outputs = [map_tensors(partial(_stretched, by=by), part) for part in self.parts]
             try:
                 found = shares_of(self.plain.loss_fn, outputs, [*self.plain.targets], self.y, self.joined)
+                looks.append(torch.tensor(found))
             except NoSumError:
                 return []
-            except Exception:  # a loss may not take other outputs
-                if not looks:
-                    raise
-            else:
-                looks.append(torch.tensor(found))
+            except Exception:  # noqa: BLE001, S112 - a loss may not take other outputs
+                continue
         for look in looks:
             both = (look != 0) & (looks[0] != 0) & (look.isfinite() | looks[0].isnan())
             if not self.alike(look[both], looks[0][both]):

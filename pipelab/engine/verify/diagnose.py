@@ -6,8 +6,6 @@ is in the gradient that the step has left. These *counts* show what is wrong. Of
     1  1  1  1   right                            0  0  0  1   only the last one counted
     4  4  4  4   summed, not averaged             1  2  1  1   one counted twice
     ½  1  2  4   divided again at each addition   a rest       what no micro-batch explains
-
-Where a rest is left, `causes` looks for what the step does otherwise.
 """
 
 from __future__ import annotations
@@ -55,22 +53,15 @@ from pipelab.errors import UsageError
 _TOLERANCE = 1e-3
 """Largest rest of a gradient, relative to what is added up: rounding is far below it, one of 1000 micro-batches not."""
 
-_MOST_ROUNDING = 0.1
-"""With a larger tolerance than this, nothing can be named."""
+_MOST_ROUNDING = 0.1  # with a larger tolerance than this, nothing can be named
 
 
 class Compared(NamedTuple):
-    """How the gradient of one parameter compares with plain training's.
+    """How the gradient of one parameter compares with plain training's; if right, its factor is 1."""
 
-    Attributes:
-        right: whether they differ by rounding only.
-        factor: what it is multiplied by: 1 if it is right, `None` if it is no multiple of plain training's.
-        off: by which share of what is added up they differ (2-norm).
-    """
-
-    right: bool
-    factor: float | None
-    off: float
+    right: bool  # whether they differ by rounding only
+    factor: float | None  # what it is multiplied by; `None` if it is no multiple
+    off: float  # by which share of what is added up they differ (2-norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +70,13 @@ class Diagnosis:
 
     Attributes:
         code: `"right"`, or the kind of mistake.
-        factor: what the gradients are multiplied by, compared with plain training's; of a moving average, what they are
-            divided by at each addition. `None` if it is not one number.
+        factor: what the gradients are multiplied by; of a moving average, what they are divided by; `None` if several.
         microbatches: which micro-batches the code is about: the only ones that counted, those that counted more than
             once, those that cannot be told apart, those with another sign; empty if it is about all.
         parameters: for each parameter, by name, whether its gradient is right, and its own factor.
         counts: how often each micro-batch is in the gradients, 1 being right; NaN for one that adds nothing in plain
             training either. Empty if there is nothing to count.
-        residual: the largest share of a parameter's gradient that the counts do not explain (2-norm, relative to what
-            is added up).
+        residual: the largest share of a gradient that the counts do not explain (2-norm, of what is added up).
         sentence: the diagnosis in words, with what to try.
 
     The codes are those of `causes.CAUSES`, and `right` and `scaled` (by another number, or one with several meanings).

@@ -42,26 +42,16 @@ _OF_A_LOSS = 1e-3
 _ROUNDING = 1e-5
 """How far gradients may be off by rounding alone, relative to what is added up. Near the targets, it is more."""
 
-_LEAST = 1e-3
-"""A micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing."""
-
-_UNCLEAR = 0.05
-"""Largest error of a count, as a share of the largest count, with which micro-batches can be told apart."""
+_LEAST = 1e-3  # a micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing
+_UNCLEAR = 0.05  # largest error of a count, as a share of the largest count, with which micro-batches can be told apart
 
 _ALIKE = 2e-3
 """Counts that differ by a smaller share of the largest one are equal; in coarse types, half of the tolerance."""
 
-_OFF = 0.1
-"""A count that is further from 1 is wrong in coarse types too, if it explains half of the difference."""
-
-_MOST_TIMES = 8
-"""A micro-batch that seems to count more often than this does not count a whole number of times."""
-
-_FEW, _SOME = 3, 1 << 10
-"""So few numbers may be those of a coarse type by chance; so many are looked at."""
-
-_AT_ONCE = 1 << 20
-"""How many elements of a gradient are in double precision at the same time."""
+_OFF = 0.1  # a count that is further from 1 is wrong in coarse types too, if it explains half of the difference
+_MOST_TIMES = 8  # a micro-batch that seems to count more often than this does not count a whole number of times
+_FEW, _SOME = 3, 1 << 10  # so few numbers may be those of a coarse type by chance; so many are looked at
+_AT_ONCE = 1 << 20  # how many elements of a gradient are in double precision at the same time
 
 
 class Gradients(dict[str, torch.Tensor]):

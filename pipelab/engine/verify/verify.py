@@ -56,17 +56,12 @@ class Verification:
         parameters: how many parameters were compared.
         microbatches: how many micro-batches plain training ran, one after another.
         exact: whether all gradients are equal bit for bit.
-        largest_difference: the largest difference of a parameter's gradient, in the 2-norm, relative to what the
-            micro-batches add to it: the sum of the norms of their gradients.
-        whole_batch_difference: the largest difference of a parameter's gradient from the whole batch's, in the
-            2-norm, relative to the gradient itself; `None` if it was not asked for, or something is unproven.
+        largest_difference: the largest difference (2-norm) of a gradient, relative to the norms that are added up.
+        whole_batch_difference: likewise from the whole batch's, relative to that; `None` if not asked for, or unproven.
         unproven: what cannot be verified, such as dropout.
         idle: the parameters that got no gradient, in the pipeline and in plain training alike.
-        compared: whether the gradients could be compared. If they differ, and the model draws random numbers in another
-            order, nothing is verified.
-        nearby: whether `whole_batch_difference` is that with slightly different weights. With the present ones the
-            gradients are within rounding of zero, or the input of a layer such as ReLU is within rounding of its kink:
-            then operations on all rows and on some rows may round to other gradients.
+        compared: whether the gradients could be compared: not where the model draws random numbers in another order.
+        nearby: whether `whole_batch_difference` is that with slightly different weights, as rounding decides otherwise.
 
     A gradient below a hundredth of the model's largest is measured relative to that hundredth.
     """

@@ -398,7 +398,8 @@ class Whole:
 
         def its(each: torch.Tensor) -> torch.Tensor:
             by_rows = each.dim() > self.batch_dim and each.shape[self.batch_dim] == sum(self.counts)
-            return each.split(self.counts, self.batch_dim if by_rows else 0)[microbatch]
+            start, many = sum(self.counts[:microbatch]), self.counts[microbatch]
+            return each.narrow(self.batch_dim if by_rows else 0, start, many)
 
         return map_tensors(its, value)
 

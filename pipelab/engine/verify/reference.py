@@ -36,12 +36,8 @@ _SMALLEST_SHARE = 1e-2
 
 _MOST_NAMES, _MOST_NUMBERS = 6, 16
 
-_OF_A_LOSS = 1e-3
-"""How far the slopes of a batch's loss may be from multiples of its micro-batches' slopes, relative to all of them."""
-
-_ROUNDING = 1e-5
-"""How far gradients may be off by rounding alone, relative to what is added up. Near the targets, it is more."""
-
+_OF_A_LOSS = 1e-3  # how far slopes of a batch's loss may be from multiples of its micro-batches', relative to all
+_ROUNDING = 1e-5  # how far gradients may be off by rounding alone, relative to what is added up
 _LEAST = 1e-3  # a micro-batch whose gradient is a smaller share of the largest one's is not judged: it adds nothing
 _UNCLEAR = 0.05  # largest error of a count, as a share of the largest count, with which micro-batches can be told apart
 

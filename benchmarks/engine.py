@@ -101,7 +101,7 @@ def report(found: dict[str, object]) -> str:
             f"**Width {width}**, milliseconds per step (median)",
             "",
             "| M | one thread | pipelab GPipe | pipelab 1F1B | native GPipe | native 1F1B | speed-up GPipe / 1F1B "
-            "| the machine allows | over native GPipe / 1F1B |",
+            "| yardstick | over native GPipe / 1F1B |",
             "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for row in found["rows"]:  # type: ignore[attr-defined]

@@ -265,7 +265,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, str]:
         found[f"{name}_ms"] = f"{wording.number(row['step_time_ms'])} ms"
         found[f"{name}_mb"] = f"{_megabytes([row['most_mb']])} MB"
         found[f"{name}_copies"] = str(sum(row["moves"]))
-    if many["step_time_ms"] < 0.9 * few["step_time_ms"]:
+    if many["step_time_ms"] < few["step_time_ms"]:
         found["shorter"] = f"{wording.number(few['step_time_ms'] - many['step_time_ms'])} ms"
     first = next(row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"]))
     if first is not last:

@@ -53,7 +53,7 @@ class GPipe(SingleStage):
         (33.0, (8, 8, 8, 8))
     """
 
-    source = "Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.3 and figure 2c"
+    source = "Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.2 and figure 2c; its bubble, section 2.3"
     closed_forms = {
         "makespan": "(M + P - 1) * (F + B)",
         "makespan with latency": "(M + P - 1) * (F + B) + 2 * (P - 1) * T",

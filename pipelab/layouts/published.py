@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipelab.errors import UsageError, require_size
 
 _A100 = 312e12
-"""Peak of an NVIDIA A100 in BF16 and FP16 without sparsity, FLOP/s: Megatron-LM (arXiv:2104.04473), section 5.1."""
+"""Peak of an NVIDIA A100 in BF16 and FP16 without sparsity, FLOP/s: NVIDIA's data sheet."""
 _H100 = 989e12
 """Peak of an NVIDIA H100 SXM in BF16 without sparsity, FLOP/s: NVIDIA's data sheet."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Odd(nn.Module):
-    """Does something odd on rank 1, at the so-many-th micro-batch, of which the first is to learn shapes; or at all."""
+    """Does something odd on rank 1, at the so-many-th micro-batch, or at all."""
 
     def __init__(self, what, at):
         super().__init__()
@@ -27,7 +27,7 @@ class Odd(nn.Module):
         return value
 
 
-def run(what, at=6, **settings):
+def run(what, at=5, **settings):
     layers = list(plain.mlp(6))
     stages = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:4], Odd(what, at)), nn.Sequential(*layers[4:])]
     with pipeline(stages, **settings) as pipe:

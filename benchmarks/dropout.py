@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +67,7 @@ def _row(width: int, p: float, rounds: int) -> dict[str, object]:
 
 def _silence(random: Any) -> None:
     """Let a pipeline draw from the default generator, as it would by itself."""
-    nothing = SimpleNamespace(drew=set(), running=lambda *_, **__: nullcontext())
+    nothing = SimpleNamespace(drew=set(), running=lambda *_, **__: SimpleNamespace(generator=lambda _: None))
     random.begin, random.end = lambda *_, **__: nothing, lambda **_: None
 
 

@@ -48,7 +48,7 @@ from pipelab.engine.verify.reference import (
     seen,
     unproven_of,
 )
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, require_size
 
 _TOLERANCE = 1e-3
 """Largest rest of a gradient, relative to what is added up: rounding is far below it, one of 1000 micro-batches not."""
@@ -156,7 +156,8 @@ def diagnose(
         UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is none of the model's.
         LossError: if the batch's loss is no weighted sum of the micro-batches' losses.
     """
-    many, learning = microbatches if isinstance(microbatches, int) else len(microbatches), _learning(model, trained)
+    many = require_size("microbatches", microbatches if isinstance(microbatches, int) else len(microbatches))
+    learning = _learning(model, trained)
     own = ready_counts(x, "x", many, batch_dim) or ready_counts(y, "y", many, batch_dim)
     counts = counts_of(x, "x", many, batch_dim, own) if isinstance(microbatches, int) else list(microbatches)
     rows = sum(own or [rows_of(x, "x", batch_dim)])

@@ -600,6 +600,8 @@ def test_what_cannot_be_compared_is_refused():
     model = plain.mlp(2)
     step = looped(model, [1] * 5)
     contrast = lambda output, target: (output @ target.T).softmax(0).trace()  # noqa: E731 - rows against rows
+    with pytest.raises(UsageError, match="microbatches=0: expected a whole number"):
+        diagnose(step, model, torch.randn(20, 6), torch.randn(20, 6), mse, microbatches=0)
     with pytest.raises(UsageError, match="19 rows, and the batch has 20"):
         found_in(step, model, microbatches=[10, 9])
     with pytest.raises(LossError, match="no weighted sum"):

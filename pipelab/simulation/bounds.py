@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
 from pipelab.checking.memory import ACTIVATIONS, Memory
 from pipelab.errors import CostError, UsageError, require_caps
+from pipelab.plan.actions import TRAITS
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.order import NOTHING, Link, Network, traverse, units
 from pipelab.plan.plan import Plan
@@ -292,7 +293,8 @@ def _laid_out(
     plan: Plan, lasts: Sequence[float], delays: Sequence[float], paired: dict[int, float], memory: Memory | None
 ) -> Work:
     bound, codes = plan.bound, plan.bound.codes
-    if memory is not None and ("U" in codes.kinds or any(not move.action.traits.computes for move in bound.moves)):
+    updates = any(TRAITS[kind].updates for kind in codes.kinds)
+    if memory is not None and (updates or any(not move.action.traits.computes for move in bound.moves)):
         raise UsageError("a cap in bytes: not for plans that update weights, gather or offload\n  try: no memory=")
     jobs, job_of = list[Job](), [-1] * len(codes.kind)
     for both in units(_order(plan, paired), paired):

@@ -22,11 +22,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import IO, NamedTuple
 
 import torch
+from prediction import fine
 from timing import in_turns, timed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -36,12 +38,15 @@ from pipelab import Trace
 
 ROOT = Path(__file__).parent.parent
 RANKS = 4
-SCHEDULES = ("gpipe", "naive", "1f1b", "delayed")
+SCHEDULES = ("gpipe", "naive", "1f1b", "delayed", "interleaved-1f1b", "zb-h1")
 TESTS = ("tests/engine/test_gpu.py", "tests/engine/torchrun/test_process_gpu.py", "tests/engine/model/test_traced.py")
 COMMANDS = {
-    "practical9": ["lab", "practical9", "--real", "--width", "4096", "--batch", "4096"],
-    "hw3": ["lab", "hw3", "--devices", "2", "--width", "4096", "--batch", "4096"],
+    "practical9": ["practical9", "--real", "--width", "1024", "--batch", "1024"],
+    "hw3": ["hw3", "--width", "1024", "--batch", "1024"],
 }
+"""Experiments of the course: once on the GPU, once on the processor."""
+
+_COURSE = "from pipelab_course.commands import lab; lab()"
 
 _SECONDS = 110.0
 """How long each of them may take."""
@@ -57,13 +62,17 @@ mse = nn.functional.mse_loss
 
 @dataclass(frozen=True)
 class Size:
-    """A stack of transformer blocks and its batch, where it runs, and how often a thing is measured."""
+    """A model and its batch, where it runs, and how often a thing is measured.
+
+    The model is a stack of transformer blocks; for rows without a sequence, of linear layers; without a width, of
+    layers that occupy one multiprocessor of the GPU for a millisecond forward, and two backward.
+    """
 
     device: torch.device
     out: Path
     layers: int
-    width: int
-    sequence: int
+    width: int | None
+    sequence: int | None
     rows: int
     microbatches: int
     dtype: torch.dtype
@@ -72,20 +81,26 @@ class Size:
     def model(self) -> nn.Sequential:
         """Return the model, the same every time."""
         torch.manual_seed(0)
+        if self.width is None:
+            return nn.Sequential(*(Occupies().to(self.device) for _ in range(self.layers)))
+        if self.sequence is None:
+            where = {"device": self.device, "dtype": self.dtype}
+            layers = (nn.Sequential(nn.Linear(self.width, self.width, **where), nn.ReLU()) for _ in range(self.layers))
+            return nn.Sequential(*layers)
         like = {"dropout": 0.0, "batch_first": True, "norm_first": True, "device": self.device, "dtype": self.dtype}
         heads = max(2, self.width // 128)
         blocks = (nn.TransformerEncoderLayer(self.width, heads, 4 * self.width, **like) for _ in range(self.layers))
         return nn.Sequential(*blocks)
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, `[rows, sequence, width]` each."""
-        shape = (self.rows * self.microbatches, self.sequence, self.width)
+        """Return inputs and targets, `[rows, sequence, width]` or `[rows, width]` each."""
+        shape = (self.rows * self.microbatches, *filter(None, [self.sequence]), self.width or 4)
         x, y = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2))
         return x, y
 
-    def pipeline(self, model: nn.Module, schedule: str) -> pipelab.Pipeline:
+    def pipeline(self, model: nn.Module, schedule: str | pipelab.Plan) -> pipelab.Pipeline:
         """Return a pipeline of four ranks on one device, with ordinary streams."""
-        made = pipelab.schedules[schedule](RANKS, self.microbatches)
+        made = pipelab.schedules[schedule](RANKS, self.microbatches) if isinstance(schedule, str) else schedule
         return pipelab.Pipeline(model, made, mse, devices=[str(self.device)] * RANKS)
 
     def wait(self) -> None:
@@ -94,13 +109,47 @@ class Size:
             torch.cuda.synchronize()
 
 
+class _Busy(torch.autograd.Function):
+    """Pass a tensor on when the device has been busy for some milliseconds, and its gradient after a millisecond."""
+
+    @staticmethod
+    def forward(_: object, value: torch.Tensor, milliseconds: int) -> torch.Tensor:
+        occupy(value, milliseconds)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        occupy(gradient, 1)
+        return gradient, None
+
+
+class Occupies(nn.Linear):
+    """A layer of four numbers that takes a millisecond for its output, its input's gradient and its weight's."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a linear layer does."""
+        return nn.functional.linear(_Busy.apply(x, 1), _Busy.apply(self.weight, 0), self.bias)
+
+
+def occupy(tensor: torch.Tensor, milliseconds: int) -> None:
+    """Keep one multiprocessor of a tensor's GPU busy: the clock of an H100 has 1.98 GHz at most."""
+    if tensor.is_cuda:
+        torch.cuda._sleep(1_980_000 * milliseconds)  # noqa: SLF001 - PyTorch's own tests use it
+    else:
+        time.sleep(1e-3 * milliseconds)
+
+
 def sizes(device: torch.device, out: Path, *, quick: bool) -> list[Size]:
-    """Return a size at which the GPU's work counts, and one at which launching it does."""
-    large = Size(device, out, 8, 2048, 512, 8, 16, torch.bfloat16, rounds=7)
+    """Return a size that fills a GPU, two whose kernels leave room for other ranks', and one of short kernels."""
+    large = Size(device, out, 8, 2048, 512, 8, 16, torch.bfloat16, rounds=5)
+    beside = replace(large, layers=16, sequence=None, rows=128, dtype=torch.float32)
+    alone = replace(beside, layers=8, width=None, rows=2)
     small = replace(large, width=64, sequence=16, rows=2, dtype=torch.float32)
-    return (
-        [replace(small, layers=4, width=8, sequence=4, rows=1, microbatches=4, rounds=1)] if quick else [large, small]
-    )
+    tiny = replace(small, width=8, sequence=4, rows=1, microbatches=4, rounds=1)
+    return [tiny, replace(tiny, sequence=None)] if quick else [large, beside, small, alone]
 
 
 def overhead(size: Size) -> Iterator[str]:
@@ -128,20 +177,35 @@ def overhead(size: Size) -> Iterator[str]:
 
 def memory(size: Size) -> Iterator[str]:
     """Compare the allocator's peak above what was held before a step with what the plan says is held."""
+    if size.device.type == "cpu":
+        yield "no allocator that counts: this is no GPU"
+        return
     model, (x, y) = size.model(), size.batch()
     for name in SCHEDULES:
         with size.pipeline(model, name) as pipe:
-            predicted = pipelab.memory_use(pipe.plan, pipe.memory(x, y))
+            of_stages = pipe.memory(x, y)
             pipe.step(x, y)
             peak = _peak(size, lambda pipe=pipe: pipe.step(x, y))
-        held = [max(moment.activations for moment in curve) for curve in predicted.curves]
-        yield f"{name}: predicted {sum(held) / 1e6:.1f} MB (by rank {held}), the allocator's peak {peak / 1e6:.1f} MB"
+            trace = pipe.step(x, y).trace
+        predicted = _at_once(pipelab.memory_use(trace, of_stages))
+        yield (
+            f"{name}: predicted {predicted / 1e6:.1f} MB, the allocator's peak {peak / 1e6:.1f} MB, "
+            f"{predicted / peak - 1:+.1%}"
+        )
+
+
+def _at_once(use: pipelab.MemoryUse) -> int:
+    """Return the most activations and outputs that all ranks hold at one moment, in bytes."""
+    changes = sorted(
+        (held.time, held.activations + held.outputs - before.activations - before.outputs)
+        for curve in use.curves
+        for before, held in pairwise(curve)
+    )
+    return max(accumulate(change for _, change in changes))
 
 
 def _peak(size: Size, step: Callable[[], object]) -> int:
     """Return how far a step's peak is above what was held before it, in bytes."""
-    if size.device.type == "cpu":
-        return 0
     size.wait()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -151,18 +215,28 @@ def _peak(size: Size, step: Callable[[], object]) -> int:
 
 
 def prediction(size: Size) -> Iterator[str]:
-    """Compare each schedule's measured steps with what the costs fitted on the first one's predict."""
+    """Compare each schedule's measured steps with what costs predict that were fitted in GPipe's order."""
     model, (x, y) = size.model(), size.batch()
-    cost = None
+    plans = [fine(split, RANKS, size.microbatches) for split in (False, True)]
+    fitted = [_traces(size, model, plan, x, y) for plan in plans]
+    cost = pipelab.Cost.fit(*(traces[len(traces) // 2] for traces in fitted), typical="mean")
     for name in SCHEDULES:
-        with size.pipeline(model, name) as pipe:
-            traces = [pipe.step(x, y).trace for _ in range(size.rounds + 2)][2:]
-        measured = sorted(traces, key=lambda trace: trace.makespan)[len(traces) // 2]
-        cost = cost or pipelab.Cost.fit(measured)
-        predicted = pipelab.simulate(measured.plan, cost)
+        traces = _traces(size, model, name, x, y)
+        measured = traces[len(traces) // 2]
+        stages = measured.plan.stages
+        predicted = pipelab.simulate(measured.plan, cost if stages == 2 * RANKS else cost.merged(stages))
         pipelab.compare(predicted, measured).save(size.out / f"{name}-{size.width}.svg")
         error = predicted.makespan / measured.makespan - 1
         yield f"{name}: measured {measured.makespan:.2f} ms, predicted {predicted.makespan:.2f} ms, {error:+.1%}"
+
+
+def _traces(
+    size: Size, model: nn.Module, schedule: str | pipelab.Plan, x: torch.Tensor, y: torch.Tensor
+) -> list[Trace]:
+    """Return the traces of some steps, by makespan; the first two, which warm up, are left out."""
+    with size.pipeline(model, schedule) as pipe:
+        traces = [pipe.step(x, y).trace for _ in range(size.rounds + 2)][2:]
+    return sorted(traces, key=lambda trace: trace.makespan)
 
 
 def kernels(size: Size) -> Iterator[str]:
@@ -171,19 +245,29 @@ def kernels(size: Size) -> Iterator[str]:
         yield "no kernels: this is no GPU"
         return
     model, (x, y) = size.model(), size.batch()
-    with size.pipeline(model, "1f1b") as pipe:
-        for _ in range(2):  # the first profile of a process is slow, and may miss things
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                step = pipe.step(x, y)
-                size.wait()
-    trace = step.trace
-    trace.save(size.out / f"profiled-{size.width}.svg")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    for rank, (inside, off) in enumerate(agreement(events, trace)):
-        yield f"rank {rank}: {inside:.1%} of its kernels' time inside spans; spans over 1 ms differ by up to {off:.1%}"
+    for name in ("naive", "1f1b"):
+        with size.pipeline(model, name) as pipe:
+            for _ in range(2):  # the first profile of a process is slow, and may miss things
+                with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                    step = pipe.step(x, y)
+                    size.wait()
+        trace = step.trace
+        trace.save(size.out / f"profiled-{name}-{size.width}-{size.rows}.json")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        kept = [
+            [each["args"]["stream"], each["ts"], each["dur"], each["name"][:20]]
+            for each in events
+            if "stream" in each.get("args", ())
+        ]
+        (size.out / f"kernels-{name}-{size.width}-{size.rows}.json").write_text(json.dumps(kept))
+        for rank, (inside, off, median_off) in enumerate(agreement(events, trace)):
+            yield (
+                f"{name}, rank {rank}: {inside:.1%} of its kernels' time inside spans; "
+                f"spans over 1 ms differ by {median_off:.1%}, at most {off:.1%}"
+            )
 
 
 class Kernel(NamedTuple):
@@ -193,8 +277,11 @@ class Kernel(NamedTuple):
     end: float
 
 
-def agreement(events: list[dict[str, object]], trace: Trace) -> list[tuple[float, float]]:
-    """Return, by rank, the share of the profiler's kernels inside the trace's spans, and how far a long span is off."""
+def agreement(events: list[dict[str, object]], trace: Trace) -> list[tuple[float, float, float]]:
+    """Return, by rank, the share of the profiler's kernels inside the trace's spans, and how far long spans are off.
+
+    How far is said of the worst and of the middle one.
+    """
     streams: dict[object, list[Kernel]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -211,8 +298,8 @@ def agreement(events: list[dict[str, object]], trace: Trace) -> list[tuple[float
     return [_of_rank(some, row) for some, row in zip(moved, rows, strict=True)]
 
 
-def _of_rank(seen: list[Kernel], row: list[Kernel]) -> tuple[float, float]:
-    """Return the share of one rank's kernels inside its spans, and the largest difference of a long span."""
+def _of_rank(seen: list[Kernel], row: list[Kernel]) -> tuple[float, float, float]:
+    """Return the share of a rank's kernels inside its spans, and how far long spans are off: the worst, the middle."""
     starts = [span.start - _SLACK_MS for span in row]
     of: list[list[Kernel]] = [[] for _ in row]
     for kernel in seen:
@@ -222,7 +309,7 @@ def _of_rank(seen: list[Kernel], row: list[Kernel]) -> tuple[float, float]:
         inside += sum(max(0.0, min(end, span.end) - max(start, span.start)) for start, end in some)
         if some and span.end - span.start >= _LONG_MS:  # from its first kernel's start to its last one's end
             off.append(abs((some[-1].end - some[0].start) / (span.end - span.start) - 1))
-    return inside / sum(end - start for start, end in seen), max(off)
+    return inside / sum(end - start for start, end in seen), max(off), median(off)
 
 
 def homework4(size: Size) -> Iterator[str]:
@@ -253,7 +340,8 @@ def tasks(given: argparse.Namespace) -> dict[str, list[str]]:
     return {
         **{Path(test).stem: [*pytest, *asked, test] for test in TESTS},
         **{part: [*again, "--part", part] for part in PARTS},
-        **{name: [sys.executable, "-m", "pipelab", *words] for name, words in COMMANDS.items()},
+        **{name: [sys.executable, "-c", _COURSE, *words] for name, words in COMMANDS.items()},
+        **{f"{name} on the processor": [sys.executable, "-c", _COURSE, *words] for name, words in COMMANDS.items()},
     }
 
 
@@ -263,9 +351,12 @@ def gather(given: argparse.Namespace) -> int:
     summary, failed = [f"torch {torch.__version__}, device {given.device}"], 0
     with _clocks(given.out / "clocks.txt"):
         for name, command in tasks(given).items():
+            if given.only and name not in given.only:
+                continue
             path = given.out / f"{name}.txt"
             with path.open("w") as log:
-                error = run_for(command, min(_SECONDS, until - time.monotonic()), log, given.device)
+                device = "cpu" if name.endswith("processor") else given.device
+                error = run_for(command, min(_SECONDS, until - time.monotonic()), log, device)
             failed += error is not None
             last = path.read_text(errors="replace").splitlines()[-12:]
             lines = [f"{name}: {error or 'done'}", *(f"  {line[:300]}" for line in last)]
@@ -328,6 +419,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for all that is found")
     parser.add_argument("--part", choices=PARTS, help="only this part, in this process")
+    parser.add_argument("--only", nargs="+", help="only these tasks, by the names in summary.txt")
     parser.add_argument("--seconds", type=float, default=570.0, help="how long it may take at most")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only to see that everything runs")
@@ -337,8 +429,9 @@ def main(words: list[str]) -> int:
     if given.part is None:
         return gather(given)
     device = torch.device("cuda", 0) if given.device == "cuda" else torch.device("cpu")
-    for size in sizes(device, given.out, quick=given.quick):
-        print(f"width {size.width}, {size.microbatches} micro-batches:", flush=True)
+    many = sizes(device, given.out, quick=given.quick)
+    for size in many[:1] if given.part == "homework4" else many:
+        print(f"width {size.width}, {size.rows} rows, {size.microbatches} micro-batches:", flush=True)
         for line in PARTS[given.part](size):
             print(f"  {line}", flush=True)
     return 0

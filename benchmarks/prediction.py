@@ -32,9 +32,9 @@ FULL = {"width": 1024, "rows": 128, "rounds": 15, "quietest": 5}
 QUICK = {"width": 64, "rows": 4, "rounds": 1, "quietest": 1}
 
 
-def fine(split: bool) -> pipelab.Plan:
-    """Return GPipe's order of four stages on two ranks; with split backwards, each `W` right after its `I`."""
-    plan = pipelab.LoopedBFS(RANKS, FITTED, stages_per_rank=STAGES // RANKS).plan()
+def fine(split: bool, ranks: int = RANKS, microbatches: int = FITTED) -> pipelab.Plan:
+    """Return GPipe's order of two stages on each rank; with split backwards, each `W` right after its `I`."""
+    plan = pipelab.LoopedBFS(ranks, microbatches, stages_per_rank=2).plan()
     if not split:
         return plan
     rows = [

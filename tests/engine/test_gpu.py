@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 
 import plain
 import pytest
 import torch
+from stashed import Stashed
 from strategies import near
 from torch import nn
 from traces import assert_obeys
 
 import pipelab
-from pipelab import GPipe, OneFOneB, Pipeline, replicate, schedules
+from pipelab import GPipe, OneFOneB, Pipeline, diagnose, replicate, schedules, with_recompute
 
 mse = nn.functional.mse_loss
 
@@ -42,6 +44,85 @@ def test_gradients_are_those_of_the_same_microbatches_bit_for_bit(name):
         assert pipe.verify(x, y).exact
 
 
+def test_dropout_draws_the_same_numbers_in_every_schedule_and_nothing_waits():
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4))
+    model, (x, y) = nn.Sequential(*layers).cuda(), on_gpu(24)
+    found = []
+    for schedule in (GPipe(4, 6), OneFOneB(4, 6), with_recompute(OneFOneB(4, 6))):
+        with Pipeline(model, schedule, mse, devices=["cuda:0"] * 4) as pipe:
+            pipe.step(x, y)
+            for _ in range(2):
+                model.zero_grad()
+                torch.manual_seed(7)
+                with plain.no_waiting_for_the_gpu():
+                    pipe.step(x, y)
+                found.append(plain.taken(model))
+            assert pipe.verify(x, y).exact
+    assert all(plain.equal(each, found[0]) for each in found[1:])
+    assert not plain.equal(plain.gradients(model.eval(), mse, x, y, 6), found[0])
+
+
+def test_attention_with_dropout_is_verified():
+    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 128, dropout=0.2, batch_first=True) for _ in range(4)]
+    x, y = (rows.unsqueeze(1).expand(24, 10, WIDTH).contiguous() for rows in on_gpu(24))
+    with Pipeline(layers, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
+        assert pipe.verify(x, y).largest_difference <= 1e-5
+
+
+def test_an_evaluation_has_the_plain_losses_and_outputs_bit_for_bit():
+    model = plain.mlp(8, WIDTH).cuda()
+    x, y = on_gpu(24)
+    with torch.no_grad():
+        outputs = [model(rows) for rows in x.chunk(6)]
+        losses = [mse(*pair) / 6 for pair in zip(outputs, y.chunk(6), strict=True)]
+    with Pipeline(model, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
+        pipe.evaluate(x, y)
+        with plain.no_waiting_for_the_gpu():
+            found = pipe.evaluate(x, y)
+        assert torch.equal(found.outputs, torch.cat(outputs))
+        torch.testing.assert_close(found.loss, sum(losses))
+        assert found.trace.plan == OneFOneB(4, 6).forwards()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_mask_and_rows_in_another_dimension_are_cut_as_on_a_processor():
+    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 128, dropout=0.0) for _ in range(4)]
+    x, y = (rows.expand(10, 24, WIDTH).contiguous() for rows in on_gpu(24))
+    with Pipeline(layers, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4, batch_dim=1) as pipe:
+        assert pipe.verify(x, y).largest_difference <= 1e-5
+
+    def masked(_, given):
+        return given[0].softmax(-1) @ given[1] @ given[0]
+
+    stages = [plain.Made(masked), nn.Linear(WIDTH, WIDTH).cuda()]
+    x, y, mask = torch.randn(6, WIDTH, WIDTH).cuda(), torch.randn(6, WIDTH, WIDTH).cuda(), torch.eye(WIDTH).cuda()
+    with Pipeline(stages, GPipe(2, 3), mse, devices=["cuda:0"] * 2) as pipe:
+        assert pipe.verify((x, pipelab.whole(mask)), y).largest_difference <= 1e-5
+
+
+@pytest.mark.parametrize("kind", [pipelab.TwoBW, pipelab.PipeDream])
+def test_updates_within_a_step_train_as_plain_training_with_stashed_weights(kind):
+    plan, rate = kind(3, 7).plan(), partial(torch.optim.SGD, lr=0.5)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).cuda()
+    oracle, (x, y) = copy.deepcopy(layers), on_gpu(14)
+    with Pipeline(layers, plan, mse, devices=["cuda:0"] * 3, optimizer=rate) as pipe:
+        pipe.step(x, y)
+    Stashed(oracle, plan, rate).step(x.chunk(7), y.chunk(7), mse)
+    assert all(map(torch.equal, layers.parameters(), oracle.parameters()))
+
+
+def test_a_training_step_on_the_gpu_is_diagnosed():
+    model, (x, y) = plain.mlp(8, WIDTH).cuda(), on_gpu(24)
+    with Pipeline(model, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
+        assert diagnose(pipe.step, model, x, y, mse, microbatches=6).code == "right"
+
+    def undivided(x, y):
+        for rows, targets in zip(x.chunk(6), y.chunk(6), strict=True):
+            mse(model(rows), targets).backward()
+
+    assert diagnose(undivided, model, x, y, mse, microbatches=6).code == "times-microbatches"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_callers_autocast_holds_on_the_gpu(dtype):
     model = plain.mlp(8, WIDTH).cuda()
@@ -52,6 +133,7 @@ def test_the_callers_autocast_holds_on_the_gpu(dtype):
         with torch.autocast("cuda", dtype=dtype):
             loss = mse(model(rows), targets) * (len(rows) / len(x))
         loss.backward()
+    del loss  # with its graph, PyTorch would keep the stream in which gradients were added
     expected = plain.taken(model)
     with Pipeline(model, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
         pipe.step(x, y)

@@ -36,7 +36,7 @@ with pipe:
         "proof": pipe.verify(x, y).largest_difference,
         "after": all(event.start < event.end for event in trace.events),
         "transfers": all(each.start <= each.end for each in trace.transfers),
-        "backend": torch.distributed.get_backend(pipe.engine._connections.pipeline),
+        "backend": torch.distributed.get_backend(pipe.engine._connections.values),
         "warned": [str(each.message) for each in warned if "NCCL" in str(each.message)],
     }
     optimizer.step()

@@ -48,6 +48,11 @@ _NOT_THE_SUM = f"their sum is not the whole batch's: {{}} {_OTHER}\n{{}}"
 _MOVE = 0.05
 """How far to move weights to look again: so far that residuals are no rounding errors, and that faults stay."""
 
+_LAST_BITS = 4e-6
+"""How far to move weights to see what rounding changes: sums of a thousand numbers in another order are so far off."""
+
+_BY_ROUNDING = 3.0  # how often so much a difference may still be rounding
+
 
 class Finding(NamedTuple):
     """What is wrong: the code, the factor and the micro-batches of a `Diagnosis`, and the fact in words."""
@@ -327,12 +332,13 @@ class Whole:
     def difference(self, sums: Gradients) -> Difference:
         """Compare these sums; a difference is a fault if it is there with most of some other weights too, no kink."""
         least, wrong = self._compared(sums)
-        faults, looks = 0, NEARBY if wrong else 0
+        faults, looks, rounding = 0, NEARBY if wrong else 0, 0.0
         for seed in range(looks):
             with nearby_weights([self.named], seed, max(_MOVE, 4 * self.allowed)):
                 self.rewind()
-                size, wrong = self._compared(self.plain.gradients())
-                least, faults = min(size, least), faults + bool(wrong)
+                size, wrong = self._compared(sums := self.plain.gradients())
+                rounding = max(rounding, self._rounding(sums, seed)) if wrong else rounding
+                least, faults = min(size, least), faults + (size > max(self.allowed, _BY_ROUNDING * rounding))
                 if wrong and faults > NEARBY // 2:
                     equal = ""
                     with suppress(Exception):  # what cannot be compared is not said to be equal
@@ -351,6 +357,12 @@ class Whole:
         most = max(off, key=off.__getitem__)
         wrong = [name for name, difference in off.items() if not difference <= self.allowed]
         return off[most], [most, *wrong] if wrong else []
+
+    def _rounding(self, sums: Gradients, seed: int) -> float:
+        """Return by how much these sums change, relative to themselves, if the weights' last bits do."""
+        with nearby_weights([self.named], seed, _LAST_BITS):
+            self.rewind()
+            return max(relative((sums - self.plain.gradients()).norms, sums.norms).values())
 
     def out(self, given: Any) -> Any:
         """Return the model's output."""

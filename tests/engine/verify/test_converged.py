@@ -59,6 +59,20 @@ def test_a_relu_whose_input_is_within_rounding_of_zero_is_no_fault():
     assert proof.nearby
 
 
+@pytest.mark.parametrize("fault", [0.0, 0.05])
+def test_among_millions_of_relus_some_inputs_are_always_within_rounding_of_zero(fault):
+    torch.manual_seed(0)
+    mixes = plain.Made(lambda _, x: x * (1 + fault * x.mean(0)))
+    model = nn.Sequential(mixes, nn.Linear(6, 200_000), rounds(), nn.ReLU(), nn.Linear(200_000, 6))
+    if fault:
+        refused("not the whole batch's", model, OneFOneB(2, 2), ROWS, call="verify", error=VerificationError)
+    else:
+        proof = verified(model, OneFOneB(2, 2), ROWS)
+        assert proof.exact
+        assert proof.nearby
+        assert 1e-4 < proof.whole_batch_difference < 1e-2
+
+
 def test_weights_come_back_bit_for_bit_when_the_plain_model_fails_nearby():
     def fails(self, x):
         self.calls += 1

@@ -219,7 +219,7 @@ def prediction(size: Size) -> Iterator[str]:
     model, (x, y) = size.model(), size.batch()
     plans = [fine(split, RANKS, size.microbatches) for split in (False, True)]
     fitted = [_traces(size, model, plan, x, y) for plan in plans]
-    cost = pipelab.Cost.fit(*(traces[len(traces) // 2] for traces in fitted), typical="mean")
+    cost = pipelab.Cost.fit(*(traces[len(traces) // 2] for traces in fitted))
     for name in SCHEDULES:
         traces = _traces(size, model, name, x, y)
         measured = traces[len(traces) // 2]

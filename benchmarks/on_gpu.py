@@ -304,12 +304,12 @@ def _of_rank(seen: list[Kernel], row: list[Kernel]) -> tuple[float, float, float
     of: list[list[Kernel]] = [[] for _ in row]
     for kernel in seen:
         of[max(0, bisect_right(starts, kernel.start) - 1)].append(kernel)
-    inside, off = 0.0, [0.0]
+    inside, off = 0.0, list[float]()
     for span, some in zip(row, of, strict=True):
         inside += sum(max(0.0, min(end, span.end) - max(start, span.start)) for start, end in some)
         if some and span.end - span.start >= _LONG_MS:  # from its first kernel's start to its last one's end
             off.append(abs((some[-1].end - some[0].start) / (span.end - span.start) - 1))
-    return inside / sum(end - start for start, end in seen), max(off), median(off)
+    return inside / sum(end - start for start, end in seen), max(off, default=0.0), median(off or [0.0])
 
 
 def homework4(size: Size) -> Iterator[str]:

@@ -112,9 +112,10 @@ def test_kernels_are_held_against_the_spans_of_their_rank(benchmarks):
     # The profiler's clock is 100 ms ahead; half of rank 1's first kernel lies before its span.
     seen = [kernel(7, 100.5, 102), kernel(7, 106, 108), kernel(9, 101.0, 103.0), kernel(9, 104, 106)]
     caller = [kernel(0, 108.0, 108.1), {"cat": "cpu_op", "ts": 0, "dur": 5}]
-    (inside, off), (half, _) = on_gpu.agreement([*seen, *caller], trace)
+    (inside, off, middle), (half, _, _) = on_gpu.agreement([*seen, *caller], trace)
     assert inside == pytest.approx(1.0)
     assert off == pytest.approx(0.25)  # the forward's kernel fills 1.5 of 2 ms
+    assert middle == pytest.approx(0.125)  # the backward's fills all of it
     assert half == pytest.approx(3 / 4)
     with pytest.raises(RuntimeError, match="saw kernels on 1 streams, and there are 2 ranks"):
         on_gpu.agreement(caller, trace)

@@ -75,8 +75,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     still = '<img src="../images/1f1b.svg" alt="1F1B on 4 ranks with 8 micro-batches">'
     markdown = markdown.replace("<!-- closed forms -->", closed_forms())
     markdown = re.sub(r"<!-- (questions|key) (\w+) -->", lambda place: questions(place[2], place[1] == "key"), markdown)
+    markdown = re.sub(r"<!-- (minutes|before) (\w+) -->", lambda place: needed(place[2])[place[1]], markdown)
     markdown = markdown.replace("<!-- challenges -->", PYODIDE["challenges"]("../playground/"))
     return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
+
+
+def needed(tutorial: str) -> re.Match[str]:
+    """Find a tutorial's sentence on the minutes that it takes, and on what a reader needs before it."""
+    text = (ROOT / "tutorials" / f"{tutorial}.py").read_text(encoding="utf-8").replace("\n# ", " ")
+    text = re.sub(r"\]\((\w+\.md)", r"](../tutorials/\1", text)
+    if found := re.search(r"It takes about (?P<minutes>\d+) minutes, and you need (?P<before>.+?) before it", text):
+        return found
+    raise PluginError(f"{tutorial}.py lacks the sentence 'It takes about … minutes, and you need … before it'")
 
 
 def questions(lab: str, answered: bool) -> str:

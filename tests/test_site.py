@@ -67,6 +67,20 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_has_outputs() -> None
     assert [cell.execution_count for cell in book.cells if cell.cell_type == "code"] == [1, 2, 3]
 
 
+def test_teachs_table_says_what_each_tutorial_says_itself() -> None:
+    pytest.importorskip("jupytext", reason="needs the tools of documentation: make site")
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    table = (ROOT / "docs" / "teach" / "index.md").read_text(encoding="utf-8")
+    asked = re.findall(r"tutorials/(\w+)\.md\) \| <!-- minutes (\w+) --> \|.*\| <!-- before (\w+) --> \|", table)
+    assert sorted(asked) == [(path.stem,) * 3 for path in sorted((ROOT / "tutorials").glob("*.py"))]
+    shown = hooks["on_page_markdown"](table)
+    text = (ROOT / "tutorials" / "latency.py").read_text(encoding="utf-8")
+    minutes = re.search(r"It takes about (\d+) minutes, and you need \[The single loop, dissected\]", text)[1]
+    assert re.search(rf"\| {minutes} \|.*\| \[The single loop, dissected\]\(\.\./tutorials/option_c\.md\) \|", shown)
+    assert "<!-- minutes" not in shown
+    assert "<!-- before" not in shown
+
+
 def built() -> Path:
     """Return the folder of the site that `make site` built from the files as they are now."""
     sources = [path for folder in ("docs", "tutorials", "pipelab", "teacher") for path in (ROOT / folder).rglob("*")]

@@ -36,6 +36,19 @@ def test_tutorial_runs_and_only_its_solution_reaches_par(
         assert page["reaches_par"](runpy.run_path(str(solution))["answer"]) is True
 
 
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_says_the_minutes_of_its_words_and_needs_only_tutorials_before_it(tutorial: Path) -> None:
+    """Teach's table is made from this sentence, and says how the minutes are estimated."""
+    text = tutorial.read_text(encoding="utf-8")
+    sentence = r"It takes about (\d+) minutes, and you need (.+?) before it"
+    [(minutes, before)] = re.findall(sentence, text.replace("\n# ", " "))
+    words = len(re.sub(r"(?m)^#( %%.*)?", "", text).split())
+    predictions = len(re.findall(r"(?m)^# ## Predict: ", text))
+    assert abs(int(minutes) - (words / 200 + 2 * predictions + 10)) < 1.5
+    earlier = (FOLDER.parent / "mkdocs.yml").read_text(encoding="utf-8").partition(f"tutorials/{tutorial.stem}.md")[0]
+    assert all(f"tutorials/{name}" in earlier for name in re.findall(r"\]\((\w+\.md)\)", before))
+
+
 @pytest.mark.parametrize(("room", "par"), [(2, 10), (3, 7)])
 def test_no_choice_of_what_to_free_gathers_less_than_the_par_of_weights_as_a_cache(room: int, par: int) -> None:
     for row in pipelab.Interleaved1F1B(3, 6, stages_per_rank=4).plan().rows:

@@ -8,8 +8,8 @@
 # On this page you find the formula that decides if nothing hides the all-reduce, and it says that the middle is never
 # best. Then you find out what it leaves out.
 #
-# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce works
-# inside is in [Gradients around a ring](gradients_around_a_ring.md). The page is a Python file,
+# It takes about 26 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce
+# works inside is in [Gradients around a ring](gradients_around_a_ring.md). The page is a Python file,
 # `tutorials/data_and_pipeline.py`: run it as a script, or cell by cell as a notebook. Write your predictions down
 # before you look.
 #

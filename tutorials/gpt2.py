@@ -8,9 +8,9 @@
 # On this page you split Hugging Face's GPT-2 and train it, prove the gradients, and find out which of its pieces makes
 # a pipeline slow. It is not a transformer block.
 #
-# It takes 15 minutes, and you need [Your first schedule](first_schedule.md) before it, and the package `transformers`.
-# The weights are random, so nothing is downloaded. The page is a Python file, `tutorials/gpt2.py`: run it as a script,
-# or cell by cell as a notebook. Write your predictions down before you look.
+# It takes about 23 minutes, and you need [Your first schedule](first_schedule.md) before it, and the package
+# `transformers`. The weights are random, so nothing is downloaded. The page is a Python file, `tutorials/gpt2.py`: run
+# it as a script, or cell by cell as a notebook. Write your predictions down before you look.
 #
 # ## A small GPT-2
 #

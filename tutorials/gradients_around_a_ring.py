@@ -5,10 +5,10 @@
 # If all send to one, that one is the bottleneck; if all send to all, the network is. On this page
 # you follow the numbers around a **ring**, where neither is, count the bytes, and make the messages smaller.
 #
-# It takes 15 minutes. What such an **all-reduce** means for the choice between copies and stages is in [Data x
-# pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop will do. The page is a Python
-# file, `tutorials/gradients_around_a_ring.py`: run it as a script, or cell by cell as a notebook. Write your
-# predictions down before you look.
+# It takes about 19 minutes, and you need PyTorch before it. What such an **all-reduce** means for the choice between
+# copies and stages is in [Data x pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop
+# will do. The page is a Python file, `tutorials/gradients_around_a_ring.py`: run it as a script, or cell by cell as a
+# notebook. Write your predictions down before you look.
 
 # %%
 import torch

@@ -8,9 +8,9 @@
 # On this page you find out why that helps, why one does not simply go on with sixteen and thirty-two, and what a group
 # of micro-batches has to do with it.
 #
-# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) and [Latency](latency.md) before it.
-# The page is a Python file, `tutorials/interleaved.py`: run it as a script, or cell by cell as a notebook. Write your
-# predictions down before you look.
+# It takes about 24 minutes, and you need [Latency](latency.md) before it. The page is a Python file,
+# `tutorials/interleaved.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
+# look.
 #
 # ## Round and round
 #

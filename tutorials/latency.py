@@ -7,9 +7,9 @@
 # On this page you find out what latency costs each of them, why 1F1B pays for it again and again, and how many forwards
 # more buy it back.
 #
-# It takes 15 minutes, and you need [The single loop, dissected](option_c.md) before it, because the *lead* comes from
-# there. The page is a Python file, `tutorials/latency.py`: run it as a script, or cell by cell as a notebook. Write
-# your predictions down before you look.
+# It takes about 20 minutes, and you need [The single loop, dissected](option_c.md) before it, because the *lead* comes
+# from there. The page is a Python file, `tutorials/latency.py`: run it as a script, or cell by cell as a notebook.
+# Write your predictions down before you look.
 
 # %%
 import pipelab

@@ -8,8 +8,8 @@
 # On this page an order of ten lines is checked, proven on tensors, run with a process for each rank on PyTorch's
 # runtime, and in the end handed to a script that has never heard of pipelab.
 #
-# It takes 15 minutes, and you need [Your first schedule](first_schedule.md) before it. The exercise splits backwards,
-# as in [Splitting the backward](splitting_the_backward.md). The page is a Python file,
+# It takes about 19 minutes, and you need [Your first schedule](first_schedule.md) before it. The exercise splits
+# backwards, as in [Splitting the backward](splitting_the_backward.md). The page is a Python file,
 # `tutorials/own_schedule_on_pytorch.py`: run it as a script, or cell by cell as a notebook.
 #
 # ## The idea

@@ -7,8 +7,8 @@
 # On this page you find out who is right, in three moves: ask where the time went, ask what it would be without one
 # cause, and compare with a prediction. At the end you do the same with a job that has never heard of pipelab.
 #
-# It takes 15 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python
-# file, `tutorials/reading_a_timeline.py`: run it as a script, or cell by cell as a notebook.
+# It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python file,
+# `tutorials/reading_a_timeline.py`: run it as a script, or cell by cell as a notebook.
 #
 # ## A job to look at
 #

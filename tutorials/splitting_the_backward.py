@@ -7,9 +7,9 @@
 #
 # On this page you find out which one, what the other one is good for, and what it costs to put it off.
 #
-# It takes 15 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a Python
-# file, `tutorials/splitting_the_backward.py`: run it as a script, or cell by cell as a notebook. Write your predictions
-# down before you look.
+# It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a
+# Python file, `tutorials/splitting_the_backward.py`: run it as a script, or cell by cell as a notebook. Write your
+# predictions down before you look.
 #
 # ## Two products
 #

@@ -7,7 +7,7 @@
 # You did not. On this page you find out why both wait equally long, what 1F1B has less of instead, and how you turn
 # that into a shorter step after all.
 #
-# It takes 15 minutes, and you need [The memory wall](memory_wall.md) before it. The page is a Python file,
+# It takes about 20 minutes, and you need [The memory wall](memory_wall.md) before it. The page is a Python file,
 # `tutorials/what_1f1b_buys.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
 # you look.
 

@@ -26,7 +26,8 @@ def names() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # TorchDynamo
 @pytest.mark.parametrize(("name", "many"), [("training", 2), ("inputs", 5)])
-def test_the_code_of_a_page_runs_and_prints_what_it_says(capsys, name, many):
+def test_the_code_of_a_page_runs_and_prints_what_it_says(capsys, monkeypatch, tmp_path, name, many):
+    monkeypatch.chdir(tmp_path)  # a page may save files
     page = PAGE.with_name(f"{name}.md")
     ran(page)
     printed = capsys.readouterr().out.splitlines()

@@ -191,6 +191,15 @@ def test_text_in_an_svg_is_text_and_two_drawings_are_the_same_bytes(trace):
     assert boxes(ax, "F")
 
 
+def test_an_svg_repeats_no_fonts_styles_and_digits(trace):
+    drawn = figure.svg(trace)
+    assert len(drawn) < 250 * drawn.count("<text") < 30_000  # Matplotlib's own is three times as long
+    bars = re.findall(r'id="F #[^>]*fill: #00598a[^>]*>\n((?:<path d="M[^"]*z"/>\n)+)', drawn)
+    assert "".join(bars).count("<path") == 4 * trace.plan.microbatches
+    left, right = re.search(r"M([\d.]+) [\d.]+H([\d.]+)V", bars[0]).groups()
+    assert float(right) - float(left) == pytest.approx(576 / 33, abs=0.1)
+
+
 def test_a_name_is_text_whatever_it_holds(trace):
     name = "<script>&$x_1$ 名\x1b\n"
     named = pipelab.Trace(trace.plan, trace.starts, trace.ends, name=name)

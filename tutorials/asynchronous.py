@@ -4,8 +4,8 @@
 # Your bubble is 27 %. A colleague points at the end of the step: "There the pipe runs empty, only because the optimizer
 # wants all gradients before it steps. Let each stage step as soon as it has a gradient, and the pipe never runs empty."
 #
-# She is right, and PipeDream (Narayanan et al. 2019) did so before 1F1B had a flush. On this page you find out what it
-# buys, and what it costs: in memory, and in learning.
+# She is right, and PipeDream (Narayanan et al. 2019) did this before 1F1B had a flush. On this page you find out what
+# it buys, and what it costs: in memory, and in learning.
 #
 # It takes about 21 minutes, and you need [What 1F1B buys](what_1f1b_buys.md) before it. The page is a Python file,
 # `tutorials/asynchronous.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
@@ -13,8 +13,8 @@
 #
 # ## Without a flush
 #
-# `U(m)` is an action that updates its stage's weights, with all gradients up to micro-batch m that no update has had.
-# PipeDream has one after each backward:
+# `U(m)` is an action that updates its stage's weights, with all gradients up to micro-batch m that no earlier update
+# has used. PipeDream has one after each backward:
 
 # %%
 import pipelab
@@ -50,7 +50,7 @@ assert (flushed, run.makespan) == (264, 201)
 # ## Predict: what do the first rank's forwards miss?
 #
 # Rank 0 runs four forwards before its first backward, and then one for each backward. So when `0F7` runs, how many of
-# the updates 0 to 6 do its weights lack? And those of `3F7`, on the last rank?
+# the updates 0 to 6 do its weights lack? And how many do the weights of `3F7` lack, on the last rank?
 
 # %%
 my_second_prediction = None  # two numbers of updates
@@ -63,8 +63,9 @@ for rank, row in enumerate(pipelab.PipeDream(P, 8).plan().rows):
     assert 7 - had == P - 1 - rank
 
 # %% [markdown] tags=["answer"]
-# 3 and none: rank r lacks P - 1 - r. Its gradient belongs to weights that it has no more, unless it keeps them. So it
-# does: each backward uses the weights of its forward, and a rank keeps a *version* for each micro-batch in flight.
+# 3 and none: rank r lacks P - 1 - r. Its gradient belongs to weights it has overwritten, unless it keeps them.
+# PipeDream keeps them: each backward uses the weights of its forward, and a rank keeps a *version* for each micro-batch
+# in flight.
 
 # %%
 memory = pipelab.Memory(weights=100)

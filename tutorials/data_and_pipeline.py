@@ -3,7 +3,7 @@
 #
 # You get sixteen GPUs. You may cut the model into sixteen stages. You may give each GPU the whole model and a sixteenth
 # of the batch. Or something in between: four pipelines of four stages, say. The scripts that you find on the net all
-# use something in between, and none says why.
+# use something in between, and none of them says why.
 #
 # On this page you find the formula that decides if nothing hides the all-reduce, and it says that the middle is never
 # best. Then you find out what it leaves out.
@@ -107,8 +107,9 @@ assert {round(step(*cut, 24).makespan, 6) for cut in CUTS} == {141}
 #
 # W M / N + W - 2 G / N + (2 G - W) / P
 #
-# Only the last term knows P. If sending the gradient there and back (2 G) takes longer than one micro-batch's work (W),
-# it shrinks with P, and the more stages the better. Else the fewer. The sign decides, and there is nothing in between.
+# Only the last term contains P. If sending the gradient there and back (2 G) takes longer than one micro-batch's work
+# (W), it shrinks with P, so more stages are better. Otherwise fewer are better. The sign decides, and there is nothing
+# in between.
 
 
 # %%
@@ -127,8 +128,8 @@ for send_ms in (0, 8, 24, 64):
 #
 # PyTorch's `DistributedDataParallel` (2.13) all-reduces gradients in pieces, while the layers before still run
 # backward. Say that an all-reduce runs beside all of a stage's last backward, and that neither slows the other. Sending
-# the gradient takes 24 ms, with which all cuts were equal. Which is the best cut now? And is there a time for which
-# something in the middle is?
+# the gradient takes 24 ms, the time for which all cuts were equal. Which is the best cut now? And is there a time for
+# which something in the middle is?
 
 # %%
 my_third_prediction = None  # (P, D) for 24 ms, and yes or no
@@ -151,22 +152,21 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 # network is quick. Above 40 ms the formula wants many stages. But with a single replica there is no all-reduce to hide,
 # so the step from 2 replicas to 1 gains less than the formula says. Up to 56 ms it gains nothing: the middle *is* best.
 #
-# How much your network hides, only a measurement says.
+# Only a measurement tells you how much your network hides.
 
 # %% [markdown]
-# ## What binds in practice?
+# ## What decides in practice?
 #
-# So why do most people choose the middle? Because of such a hidden all-reduce, and because something else binds:
+# So why do most people choose the middle? Because of such a hidden all-reduce, and because of other limits:
 #
 # - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest* P that
 #   fits, if the network is quick and every replica holds all of its stage. FSDP (ZeRO, Rajbhandari et al. 2020) drops
-#   the second condition: the D replicas share a stage's weights, gradients and optimizer state out among themselves. A
+#   the second condition: the D replicas divide a stage's weights, gradients and optimizer state among themselves. A
 #   model may then fit with fewer stages. The price is more to send, because weights must be gathered before they are
 #   used.
 # - **The batch.** D replicas need at least D micro-batches. (Here 32 micro-batches allow 32 replicas.)
 # - **Nodes.** Eight devices in one box are joined by a quick network, the boxes by a slow one. An all-reduce within a
-#   box is quick, and one across boxes is slow, so G is not one number. Values between stages are small, and may well
-#   cross.
+#   box is quick, and one across boxes is slow, so G is not one number. Values between stages are small, and can cross.
 #
 # The exercise has two of these: memory, without FSDP, and nodes.
 #

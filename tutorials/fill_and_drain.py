@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Fill, drain and the bubble
 #
-# You rent four GPUs by the hour, cut your model into four stages, and run GPipe. At the end of the month you are asked
-# how much of the time that you paid for was spent computing. On this page you find out where the rest went, why more
+# You rent four GPUs by the hour, cut your model into four stages, and run GPipe. At the end of the month your boss asks
+# how much of the paid time the GPUs spent computing. On this page you find out where the rest went, why more
 # micro-batches make it smaller, and why the smallest bubble is not the shortest step.
 #
 # It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python file,
@@ -141,7 +141,7 @@ assert 1.9 < fine.makespan / coarse.makespan < 2
 # ## Exercise: cut the batch
 #
 # Write a function that says into how many micro-batches a batch of 96 rows should be cut, for any number of ranks. All
-# micro-batches must have equally many rows.
+# micro-batches must have the same number of rows.
 #
 # - **Par on four ranks: 450 ms.**
 # - **Par on eight ranks: 552 ms.**

@@ -11,12 +11,12 @@ from pipelab import B, F
 pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8))
 
 # %% [markdown]
-# They wait. Each row is a GPU, and what is light is idle. A better order takes a third of the time.
+# They wait. Each row is a GPU, and light boxes are idle time. A better order takes a third of the time.
 #
-# A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on its own device.
-# The batch is cut into **micro-batches**, and each of them must go forward through all stages and then backward
-# through all of them, as `loss.backward()` does on one device. What is left to decide is the *order* in which every
-# rank does its work. That order is the **schedule**.
+# A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on its own device. The
+# batch is cut into **micro-batches**, and each of them must go forward through all stages and then backward through all
+# of them, as `loss.backward()` does on one device. You only have to decide the *order* in which every rank does its
+# work. That order is the **schedule**.
 #
 # On this page you find out what an order costs in time and in memory, make two mistakes that most people make, and
 # write 1F1B, on which most other schedules are built.
@@ -103,8 +103,8 @@ assert round(gpipe.bubble, 3) == 0.273
 gpipe
 
 # %% [markdown] tags=["answer"]
-# Nearly three times as fast, and not 24: at the start rank 3 [waits for its first input](#s=0:idle.3.0), and at the end
-# [for the others to finish](#s=0:idle.3.27). The pipe must fill, and it must drain ([Fill, drain and the
+# Nearly three times as fast, but more than 24 units: at the start rank 3 [waits for its first input](#s=0:idle.3.0),
+# and at the end [for the others to finish](#s=0:idle.3.27). The pipe must fill, and it must drain ([Fill, drain and the
 # bubble](fill_and_drain.md)).
 
 # %% [markdown]
@@ -124,7 +124,7 @@ assert gpipe.peak_activations == (8, 8, 8, 8)
 #
 # 1. **warms up** with a few forwards: the last rank with 1, the first with as many as there are ranks,
 # 2. then keeps a **steady state**: one backward, one forward, one backward, one forward: *1F1B*,
-# 3. then **drains**: the backwards that are left.
+# 3. then **drains**: it runs the remaining backwards.
 #
 # That is **1F1B** (Narayanan et al. 2019, PipeDream, section 3.2; with a drain after every batch: Narayanan et al.
 # 2021, Megatron-LM, section 2.2.1). Writing it takes most people three tries. Here are two.
@@ -188,7 +188,7 @@ print(fault)
 # forward first, and rank 0 would run it only after its backward. On real devices this program would hang, without a
 # message. pipelab finds the deadlock before anything runs, and has run the order it suggests after `try:`.
 #
-# The lines between say what each rank waits for, always as (micro-batch, stage). `gin(0, 1)` is the gradient of stage
+# The lines between show what each rank waits for, always as (micro-batch, stage). `gin(0, 1)` is the gradient of stage
 # 1's input for micro-batch 0, which stage 0's backward needs. `out(1, 0)` is the output of micro-batch 1 from stage 0,
 # which stage 1's forward needs.
 

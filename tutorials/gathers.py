@@ -15,7 +15,7 @@
 #
 # ## One stage at a time
 #
-# Two actions say it: `UNSHARD(s)` gathers stage s, and `RESHARD(s)` frees it. `pipelab.with_gathers` puts them into a
+# Two actions do this: `UNSHARD(s)` gathers stage s, and `RESHARD(s)` frees it. `pipelab.with_gathers` puts them into a
 # plan as PyTorch's runtime does. `max_active_stages` is the number of stages that a rank may keep gathered, its
 # **room**. Here it is one, on two ranks with two stages each, and a gather takes as long as a forward of its stage:
 
@@ -27,8 +27,8 @@ cost = pipelab.Cost(forward=1, backward=2, gather=1)  # of a rank; its stages sh
 pipelab.simulate(with_gathers(pipelab.Interleaved1F1B(2, 2, stages_per_rank=2), max_active_stages=1), cost)
 
 # %% [markdown]
-# Gathers run on a channel of their own, the grey boxes above each rank. A rank that computes with a stage needs the
-# whole of it, so with room for one stage it can only wait while the next one comes.
+# Gathers run on a separate channel, the grey boxes above each rank. A rank that computes with a stage needs the whole
+# of it, so with room for one stage it can only wait while the next one comes.
 #
 # ## Predict: how many gathers?
 #
@@ -104,16 +104,16 @@ assert (pipelab.simulate(ahead, cost).makespan, pipelab.simulate(late, cost).mak
 assert gathers(ahead) == gathers(late) == [12, 12, 12]
 
 # %% [markdown] tags=["answer"]
-# 19.75. Only the very first gather shows, a quarter of a unit; all others run while the rank computes. Without looking
-# ahead the same twelve gathers cost three units. And why twelve, not 27? When a rank alternates between two stages,
-# both are there.
+# 19.75. Only the very first gather costs time, a quarter of a unit. All others run while the rank computes. Without
+# looking ahead the same twelve gathers cost three units. And why twelve, not 27? When a rank alternates between two
+# stages, both are there.
 
 # %%
 pipelab.simulate(ahead, cost)
 
 # %% [markdown]
-# A gathered stage is memory, too. What a plan holds at its peak is a sum of both kinds, and which order is lighter
-# depends on the model. Say that a stage's whole weights are as large as four activations:
+# A gathered stage is memory, too. The peak of a plan is a sum of both kinds, and which order needs less depends on the
+# model. Say that a stage's whole weights are as large as four activations:
 
 # %%
 size = pipelab.Memory(gathered=4, activations=1)
@@ -122,8 +122,8 @@ for plan in (ahead, with_gathers(interleaved, 1), with_gathers(breadth_first, 1)
 assert [max(pipelab.memory_use(plan, size).peaks) for plan in (ahead, with_gathers(breadth_first, 1))] == [22, 28]
 
 # %% [markdown]
-# Here interleaved 1F1B is lighter even with two stages there. With more micro-batches it stays so, because looped BFS
-# holds all of them. It gathers the same seven times, however, while interleaved 1F1B gathers again in every round.
+# Here interleaved 1F1B needs less, even with two gathered stages. With more micro-batches it still does, because looped
+# BFS holds all of them. It gathers the same seven times, however, while interleaved 1F1B gathers again in every round.
 #
 # ## Exercise: the fewest gathers
 #

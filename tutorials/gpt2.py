@@ -1,9 +1,9 @@
 # %% [markdown]
 # # GPT-2, split and trained
 #
-# So far every model was a row of equal layers. Now you get a real one: its inputs have names, it returns a
-# record, its loss ignores padding, and its first layer and its last one are the same weight. You are to train it on
-# several ranks, with the gradients that plain training would have.
+# So far every model was a row of equal layers. Now you get a real one: its inputs have names, it returns a record, its
+# loss ignores padding, and its first layer and its last one are the same weight. You have to train it on several ranks,
+# with the gradients that plain training would have.
 #
 # On this page you split Hugging Face's GPT-2 and train it, prove the gradients, and find out which of its pieces makes
 # a pipeline slow. It is not a transformer block.
@@ -144,9 +144,9 @@ assert losses[-1] < losses[0]
 assert proof.largest_difference < 1e-5
 
 # %% [markdown] tags=["answer"]
-# Whoever knows nothing gives each of 1000 words the same probability, and the loss is log 1000 = 6.9. And it falls. The
-# proof says *within*, not *bit for bit*: the two gradients of the embedding are added up in another order than in plain
-# training.
+# A model that knows nothing gives each of 1000 words the same probability, so the loss is log 1000 = 6.9. And it falls.
+# The proof says *within*, not *bit for bit*: the two gradients of the embedding are added up in another order than in
+# plain training.
 
 # %%
 assert round(math.log(WORDS), 1) == 6.9
@@ -155,7 +155,7 @@ assert round(math.log(WORDS), 1) == 6.9
 # ## Predicted and measured
 #
 # `Cost.fit` reads from the traces of the GPipe steps how long each stage takes. With it, 1F1B can be predicted, and
-# then measured. The prediction is above, practice below:
+# then measured. The prediction is above, the measurement below:
 
 # %%
 predicted = pipelab.simulate(pipelab.OneFOneB(2, 8), pipelab.Cost.fit(gpipe))
@@ -211,7 +211,7 @@ assert round(head_in_blocks(XL), 1) == 2.4
 # - **Par for GPT-2 (12 blocks) on four ranks with 8 micro-batches: 143.1 units.** Three each take 206.1.
 # - **Par for GPT-2 XL (48 blocks) on eight ranks with 16 micro-batches: 449.2 units.** Six each take 527.5.
 #
-# The function below gives every rank as many: the starting point, not the solution.
+# The function below gives every rank the same number: the starting point, not the solution.
 
 
 # %%

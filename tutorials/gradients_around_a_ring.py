@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Gradients around a ring
 #
-# Eight copies of a model have each seen another part of the batch. Now all of them need the *mean* of their gradients.
-# If all send to one, that one is the bottleneck; if all send to all, the network is. On this page
-# you follow the numbers around a **ring**, where neither is, count the bytes, and make the messages smaller.
+# Eight copies of a model have each seen a different part of the batch. Now all of them need the *mean* of their
+# gradients. If all send to one, that one is the bottleneck; if all send to all, the network is. On this page you follow
+# the numbers around a **ring**, where neither is, count the bytes, and make the messages smaller.
 #
 # It takes about 19 minutes, and you need PyTorch before it. What such an **all-reduce** means for the choice between
 # copies and stages is in [Data x pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop
@@ -83,8 +83,8 @@ print(Table(rows, [*columns, Column("error", "relative error", "{:.0e}".format)]
 
 # %% [markdown]
 # The last assertion is about something that is easy to get wrong: all replicas must end with the same *bits*. If they
-# do not, their weights drift apart, step by step, without a warning. Two rules are enough. A message is passed on as
-# it arrived, never encoded anew. And the owner of a chunk keeps what it sent, not what it had.
+# do not, their weights drift apart, step by step, without a warning. Two rules are enough. A rank passes a message on
+# as it arrived, and never encodes it again. And the owner of a chunk keeps what it sent, not what it had.
 #
 # ## What does not fit?
 #
@@ -165,8 +165,8 @@ drawing.axes[1].set_yscale("log")
 drawing
 
 # %% [markdown]
-# The losses lie on one another: none of the codecs harms *this* model. The weights show the difference. With `int8`
-# they are the farthest away, and feedback brings them several times nearer, for the same bytes.
+# The losses coincide: none of the codecs harms *this* model. The weights show the difference. With `int8` they are the
+# farthest away, and feedback brings them several times nearer, for the same bytes.
 
 # %%
 last = {row["codec"]: row for row in rows if row["step"] == 200}
@@ -226,7 +226,7 @@ def reaches_par(answer):
                 has[to][chunk] |= value
         missing = [(rank, chunk) for rank in range(ranks) for chunk in range(ranks) if len(has[rank][chunk]) < ranks]
         if missing:
-            print(f"{ranks} ranks: at the end, rank {missing[0][0]} has not all of chunk {missing[0][1]}")
+            print(f"{ranks} ranks: at the end, rank {missing[0][0]} lacks a part of chunk {missing[0][1]}")
             return False
         print(f"{ranks} ranks: {len(steps)} steps, par {par}")
         reached.append(len(steps) <= par)

@@ -5,14 +5,14 @@
 # and smaller micro-batches would only be slower. A colleague says: cut the model into *eight* stages and give each rank
 # two of them.
 #
-# On this page you find out why that helps, why one does not simply go on with sixteen and thirty-two, and what a group
-# of micro-batches has to do with it.
+# On this page you find out why that helps, why you should not simply go on with sixteen and thirty-two, and what a
+# group of micro-batches has to do with it.
 #
 # It takes about 24 minutes, and you need [Latency](latency.md) before it. The page is a Python file,
 # `tutorials/interleaved.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
 # look.
 #
-# ## Round and round
+# ## Interleaved 1F1B: round and round
 #
 # Eight stages on four ranks: rank 0 holds stages 0 and 4, rank 1 holds 1 and 5, and so on. A micro-batch passes every
 # rank twice. This is interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), with eight micro-batches. A rank's share
@@ -39,7 +39,7 @@ assert one.ledger[P - 1]["fill"] == P - 1 == 3
 assert two.ledger[P - 1]["fill"] == (P - 1) / 2 == 1.5
 
 # %% [markdown]
-# ## Predict: four stages, eight stages
+# ## Predict: the bubble with four stages, and with eight
 #
 # With one stage per rank, each rank waits for 9 units. With two, it waits for 4.5. How long with four, and with eight?
 
@@ -77,8 +77,8 @@ for v in (1, 2, 4):
 
 # %% [markdown] tags=["answer"]
 # 112 and 240, that is 2.3 and 5 times as many: there are v P - 1 boundaries now, because the way from the last rank
-# back to the first one is a boundary, too. And no value is smaller than before. Where a model is cut, as many numbers
-# cross as ever.
+# back to the first one is a boundary, too. And no value is smaller than before: each cut carries as many numbers as it
+# did.
 
 # %% [markdown]
 # The second price is memory. A stage's activation is half as large with two stages per rank, so we count in shares of a
@@ -110,9 +110,9 @@ assert makespans == {1: 34.5, 2: 32, 4: 33.75, 8: 44.5}
 assert pipelab.simulate(pipelab.OneFOneB(P, M), slow).makespan == 37
 
 # %% [markdown] tags=["answer"]
-# Two. The waiting that more stages save gets smaller and smaller, and each stage more adds transfers to wait for. With
-# eight stages per rank, the step takes longer than without any of this. (With one stage per rank, "interleaved" is 1F1B
-# with twice as many forwards ahead. That is why it takes 34.5 here, and 1F1B itself 37.)
+# Two. The waiting that more stages save gets smaller and smaller, and every extra stage adds transfers to wait for.
+# With eight stages per rank, the step takes longer than without any of this. (With one stage per rank, "interleaved" is
+# 1F1B with twice as many forwards ahead. That is why it takes 34.5 here, and 1F1B itself 37.)
 
 # %% [markdown]
 # ## Breadth first
@@ -125,8 +125,8 @@ assert pipelab.simulate(pipelab.OneFOneB(P, M), slow).makespan == 37
 pipelab.simulate(pipelab.Interleaved1F1B(P, M, stages_per_rank=4), slow)
 
 # %% [markdown]
-# So let it have more work. **Looped breadth-first** (Lamy-Poirier 2022) sends *all* micro-batches through the first
-# stage of a rank before the second one begins:
+# So give it more work. **Looped breadth-first** (Lamy-Poirier 2022) sends *all* micro-batches through the first stage
+# of a rank before the second one begins:
 
 # %%
 breadth = pipelab.simulate(pipelab.LoopedBFS(P, M, stages_per_rank=4), slow)
@@ -139,7 +139,7 @@ assert tuple(peak / 4 for peak in breadth.peak_activations) == (8, 8, 8, 8)
 
 # %% [markdown]
 # 27.75 instead of 33.75, and you may guess the price: like GPipe, it holds everything. (It has another advantage. A
-# rank works on one stage for a long time, so with sharded weights, each stage's are fetched twice only.)
+# rank works on one stage for a long time, so sharded weights of a stage are fetched only twice.)
 #
 # ## Groups
 #

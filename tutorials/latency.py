@@ -4,8 +4,8 @@
 # Two nodes, two stages on each. Inside a node a transfer costs next to nothing. Between the nodes it takes half as long
 # as a forward. You move from GPipe to 1F1B to save memory, since both have the same bubble. The step gets longer.
 #
-# On this page you find out what latency costs each of them, why 1F1B pays for it again and again, and how many forwards
-# more buy it back.
+# On this page you find out what latency costs each of them, why 1F1B pays for it again and again, and how many extra
+# forwards buy it back.
 #
 # It takes about 20 minutes, and you need [The single loop, dissected](option_c.md) before it, because the *lead* comes
 # from there. The page is a Python file, `tutorials/latency.py`: run it as a script, or cell by cell as a notebook.
@@ -73,11 +73,11 @@ for count in (4, 8, 16, 32):
 # (if P divides M), so its bubble does *not* vanish with more micro-batches. "The same bubble" is true only where
 # transfers are free.
 #
-# ## Predict: one forward more
+# ## Predict: one extra forward
 #
-# Here is 1F1B with a lead, as in the tutorial before: on rank r of P, a rank is P - 1 - r forwards ahead of its
-# backwards. If every rank but the last were **one** more ahead, it would have a forward to run while the gradient is on
-# the wire. How long does the step take then, and what does it cost?
+# Here is 1F1B with a lead, as in [The single loop, dissected](option_c.md): rank r of P is P - 1 - r forwards ahead of
+# its backwards. If every rank but the last were **one** more ahead, it would have a forward to run while the gradient
+# is on the wire. How long does the step take then, and what does it cost?
 
 
 # %%
@@ -122,9 +122,9 @@ one_more
 # %% [markdown]
 # ## How far ahead?
 #
-# Which lead makes latency as cheap as in GPipe? Think of two neighbours. A forward leaves the upper one, is on the wire
-# for L, is computed, turns around, and its gradient is on the wire for L again. In that time, 2 L, the upper rank wants
-# to be busy, with F + B of work for each micro-batch.
+# Which lead makes latency as cheap as in GPipe? Think of two neighbours. An output of the upper rank is on the wire for
+# L, the lower rank computes with it, and the gradient is on the wire for L again. The upper rank should be busy during
+# these 2 L, and it has F + B of work for each micro-batch.
 #
 # So it is enough if, from rank to rank, the lead does not fall by 1, as in 1F1B, but by 1 + 2 L / (F + B), rounded up.
 # For all latencies up to (F + B) / 2 that is 2. This schedule has a name: **eager 1F1B**, policy B in DAPPLE (Fan et
@@ -155,8 +155,8 @@ assert pipelab.simulate(pipelab.GPipe(P, 16), farther).makespan == 69
 
 # %% [markdown]
 # Its 7 activations stay 7 however many micro-batches there are, where GPipe holds all of them. So GPipe tolerates
-# latency but not many micro-batches, 1F1B many micro-batches but no latency, and eager 1F1B both, for nearly twice
-# 1F1B's memory.
+# latency but not many micro-batches, 1F1B tolerates many micro-batches but not latency, and eager 1F1B tolerates both,
+# for nearly twice 1F1B's memory.
 #
 # If the wire is busy rather than far, this does not help: what a link can carry in a second is a different limit
 # ([`Links`](../reference/simulation.md)).

@@ -4,8 +4,8 @@
 # GPipe runs on your four GPUs with four micro-batches. For a smaller bubble you take eight. `CUDA out of memory`, on
 # the first GPU, in the middle of the forwards. The model is no larger than before, and neither is a micro-batch.
 #
-# On this page you find out what fills the memory, how much of it a pipeline really needs, and what every unit less
-# costs in time.
+# On this page you find out what fills the memory, how much of it a pipeline really needs, and what each saved
+# activation costs in time.
 #
 # It takes about 23 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a
 # Python file, `tutorials/memory_wall.py`: run it as a script, or cell by cell as a notebook. Write your predictions
@@ -30,7 +30,7 @@ assert gpipe.peak_activations == (8, 8, 8, 8)
 # GPipe runs all forwards before the first backward, so every rank holds all eight. (In GPipe's paper it holds less; see
 # [below](#what-does-gpipes-paper-do).) The more micro-batches of one size, the more memory: the step that shrinks the
 # bubble runs out of memory. If you cut the *same* batch into eight instead, each micro-batch is half as large. GPipe's
-# memory then stays as it was, because it always holds the whole batch.
+# memory then stays the same, because it always holds the whole batch.
 #
 # Say that four fit on each GPU. `check` knows this **memory cap**, and finds the forward that does not fit:
 
@@ -41,7 +41,7 @@ assert [fault.code for fault in faults] == ["memory-cap"] * 4
 assert str(faults[0].action) == "0F4"
 
 # %% [markdown]
-# It names the next move, too: a backward must come first. That is all that the wall asks for.
+# It names the next move, too: a backward must come first.
 #
 # ## Predict: when can the first backward come?
 #
@@ -69,8 +69,8 @@ one_f_one_b
 #
 # When all ranks are busy, a micro-batch begins every F + B = 3 units, and stays on rank 0 for a round trip of 12. So 12
 # / 3 = **4** of them are there together. On rank r the round trip is shorter, (P - r) × (F + B), and P - r are enough.
-# Queues in shops obey the same rule (Little's law): how many are inside is how often one comes, times how long one
-# stays.
+# Queues in shops obey the same rule (Little's law): the number of customers inside is their arrival rate times the time
+# that each one stays.
 
 # %%
 assert one_f_one_b.peak_activations == (4, 3, 2, 1)
@@ -113,17 +113,17 @@ for cap, expected in ((8, 33), (5, 33), (4, 33), (3, 39), (2, 51), (1, 96)):
 
 # %% [markdown] tags=["answer"]
 # With a cap of 1, a micro-batch must have left before the next one enters: one at a time. A cap of 4 gives all that
-# memory can give, and more than that gives nothing. In between, each activation less makes the rank wait for a part of
-# the round trip.
+# memory can give, and more than that gives nothing. In between, each activation that you remove makes the rank wait for
+# a part of the round trip.
 #
 # So the wall has a price list: 8 → 4 activations is free, 4 → 3 costs 6 units, 3 → 2 costs 12.
 
 # %% [markdown]
 # ## Which 1F1B fits?
 #
-# Could you simply run 1F1B with a shorter warm-up? The warm-ups of the four ranks are all that tells one 1F1B from
-# another, and a rank holds as many activations as its warm-up is long. So a cap of 3 means: no warm-up above 3. But not
-# all of these can run:
+# Could you simply run 1F1B with a shorter warm-up? 1F1B schedules differ only in the warm-ups of their ranks, and a
+# rank holds as many activations as its warm-up is long. So a cap of 3 means: no warm-up above 3. But not all of these
+# can run:
 
 
 # %%
@@ -175,9 +175,9 @@ assert quickest == {
 
 # %% [markdown]
 # With a cap of 4, 1F1B fits and costs nothing. It is not the only order that fits: `Greedy` takes 33 units too, and
-# holds 4 on three ranks. What 1F1B has is the least memory for 33 units. Take one activation from any rank that has
-# more than one, and no order is as quick. With a cap of 3 or 2 there is a 1F1B that fits, and it takes 48 or 54 units.
-# The quickest order takes 39 or 51, and is no 1F1B.
+# holds 4 on three ranks. 1F1B needs the least memory for 33 units. Take one activation from any rank that holds more
+# than one, and no order is as quick. With a cap of 3 or 2 there is a 1F1B that fits, and it takes 48 or 54 units. The
+# quickest order takes 39 or 51, and is not a 1F1B.
 
 # %%
 greedy = pipelab.simulate(pipelab.Greedy(P, M, memory_cap=4, cost=cost), cost)
@@ -192,14 +192,14 @@ for rank in range(P - 1):
 # %% [markdown]
 # ## What does GPipe's paper do?
 #
-# Another way around the wall than another order is to release the activations after the forward, and to compute them
-# again right before the backward (*activation checkpointing*). GPipe's paper does so (Huang et al. 2019, section 2.3):
-# a rank keeps only the *input* of its stage for each micro-batch, and all activations of just the one that it computes
-# again. Wherever these pages say "GPipe holds all eight", they mean its order without recomputation.
+# There is another way around the wall: release the activations after the forward, and compute them again right before
+# the backward (*activation checkpointing*). GPipe's paper does this (Huang et al. 2019, section 2.3): a rank keeps only
+# the *input* of its stage for each micro-batch, and all activations of just the one that it computes again. Wherever
+# these pages say "GPipe holds all eight", they mean its order without recomputation.
 #
-# It is not free: each micro-batch costs a forward more, 4 units instead of 3. If a rank computes again only when the
-# gradient is there, the bubble stays what it was, and the step takes a third longer. If it begins earlier, a part of
-# that hides in the bubble. [Recomputation](recomputation.md) is about choosing what to compute again, and when.
+# It is not free: each micro-batch costs an extra forward, 4 units instead of 3. If a rank computes again only when the
+# gradient is there, the bubble stays the same, and the step takes a third longer. If it begins earlier, a part of this
+# time hides in the bubble. [Recomputation](recomputation.md) is about choosing what to compute again, and when.
 
 # %%
 recomputing = pipelab.simulate(pipelab.GPipe(P, M), pipelab.Cost(forward=1, backward=1 + 2))

@@ -188,7 +188,7 @@ for ranks in (16, 20, 40, 80):
 # - **ZeRO** shares the optimizer's 12 bytes per parameter among data-parallel copies, and leaves activations as they
 #   are.
 # - **Another cut.** The first rank holds P activations of each of its layers, and the last rank one. So they need not
-#   hold equally many layers.
+#   hold the same number of layers.
 #
 # ## Exercise: as full as its neighbours
 #
@@ -199,7 +199,7 @@ for ranks in (16, 20, 40, 80):
 # - **Par for 70B on 40 ranks: 76.4 GB.** With equal cuts it is 121.2.
 #
 # The function below makes all ranks equal: the starting point, not the solution. (There are too many cuts of 80 layers
-# to try them all. What does one layer more take on rank r?)
+# to try them all. How much does one more layer take on rank r?)
 
 
 # %%

@@ -105,8 +105,8 @@ for P in (2, 3, 4, 8):
 #
 # ## One number
 #
-# What does the loop have to do with 1F1B? Say how far the forwards are ahead of the backwards. The loop lets every rank
-# be *one* forward ahead. Call this number the **lead**:
+# What does the loop have to do with 1F1B? Count how far the forwards are ahead of the backwards. The loop lets every
+# rank be *one* forward ahead. Call this number the **lead**:
 
 
 # %%
@@ -149,7 +149,7 @@ assert WholeLead(4, 8).plan() == pipelab.GPipe(4, 8).plan()
 # %% [markdown]
 # ## Predict: a larger lead everywhere
 #
-# So the lead takes us from the slowest schedule to one of the fastest. Perhaps 1 was only too small? On four ranks, a
+# So the lead takes us from the slowest schedule to one of the fastest. Perhaps 1 was just too small? On four ranks, a
 # lead of 0 takes 96 units, of 1 it takes 87, and of 8 it takes 33. How long does a lead of **2** on every rank take?
 
 # %%
@@ -170,7 +170,7 @@ for same in range(9):
 
 # %% [markdown] tags=["answer"]
 # Each step of the lead saves 9 units, and costs an activation on every rank. A lead of 2 takes 78 units. Even a lead of
-# 4, as many as there are ranks, takes 60. The size of the lead is not what is wrong.
+# 4, as many as there are ranks, takes 60. The size of the lead is not the problem.
 
 # %% [markdown]
 # ## Neighbours
@@ -179,15 +179,15 @@ for same in range(9):
 # forward comes from rank 0, and rank 0 runs it only after the backward that rank 1 has just sent. So rank 1 waits for
 # one backward and one forward of rank 0, every time.
 #
-# If rank 0 is **one forward further ahead**, the input that rank 1 wants lies there already. So the lead must fall by
-# one from rank to rank, down to 0 on the last one, which can turn around right away. The exercise is to write that.
+# If rank 0 is **one forward further ahead**, the input that rank 1 wants is already there. So the lead must fall by one
+# from rank to rank, down to 0 on the last one, which can turn around right away. The exercise is to write that.
 #
 # This is also why one rank's code cannot tell you whether a schedule is good. On the last rank, the single loop is
 # nearly 1F1B. It is the *differences* between ranks that let them work at the same time.
 #
 # ## Exercise: the lead of 1F1B
 #
-# Return the lead of a rank. The same function must do for any number of ranks.
+# Return the lead of a rank. The same function must work for any number of ranks.
 #
 # - **Par on four ranks: 33 units, with 10 activations**, the peaks of all ranks added up.
 # - **Par on eight ranks: 45 units, with 36 activations.**

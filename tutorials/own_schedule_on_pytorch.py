@@ -5,8 +5,8 @@
 # them. To try it there you would have to read a file of more than 150 kB and write a subclass of something that begins
 # with an underscore.
 #
-# On this page an order of ten lines is checked, proven on tensors, run with a process for each rank on PyTorch's
-# runtime, and in the end handed to a script that has never heard of pipelab.
+# On this page you check an order of ten lines, prove it on tensors, run it with a process for each rank on PyTorch's
+# runtime, and in the end hand it to a script that has never heard of pipelab.
 #
 # It takes about 19 minutes, and you need [Your first schedule](first_schedule.md) before it. The exercise splits
 # backwards, as in [Splitting the backward](splitting_the_backward.md). The page is a Python file,
@@ -74,8 +74,8 @@ with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
 # %% [markdown]
 # ## In processes
 #
-# Now each rank becomes a process, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives
-# and decides when what happens. This is the script:
+# Now each rank becomes a process, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives, and decides
+# when each action runs. This is the script:
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -133,9 +133,9 @@ print(said)
 assert "bit for bit" in said
 
 # %% [markdown] tags=["answer"]
-# No line of the schedule. The script has one word more, `engine="torch"`, and is started with `pipelab launch`, or with
-# torchrun on as many machines as you like. Every bit is the same, because both engines run the same micro-batches
-# through the same stages in an order that the plan fixes.
+# No line of the schedule. The script has one more argument, `engine="torch"`, and you start it with `pipelab launch`,
+# or with torchrun on as many machines as you like. Every bit is the same, because both engines run the same
+# micro-batches through the same stages in an order that the plan fixes.
 
 # %% [markdown]
 # ## Without pipelab
@@ -177,7 +177,7 @@ for half in halves:
     half.zero_grad()
 torch.nn.functional.mse_loss(torch.nn.Sequential(*halves)(x), y).backward()
 difference = (mine - halves[rank][0].weight.grad).norm() / mine.norm()
-print(f"rank {rank}: its gradient is off plain training's by {difference:.0e} of its length\\n", end="", flush=True)
+print(f"rank {rank}: its gradient differs from plain training's by {difference:.0e} of its length\\n", end="", flush=True)
 assert difference < 1e-5
 dist.destroy_process_group()
 """
@@ -246,5 +246,5 @@ print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
 # When you are done: run your plan for two ranks with `plain.py`, which then needs a 4 where it has an 8. Are the
-# gradients still right? And what does your pass make of `TwoFTwoB`? Teachers have the solution,
+# gradients still right? And what does your pass do with `TwoFTwoB`? Teachers have the solution,
 # `teacher/solutions/own_schedule_on_pytorch.py`.

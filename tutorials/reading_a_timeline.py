@@ -35,7 +35,7 @@ measured
 # With 1 and 2 units, [Your first schedule](first_schedule.md) simulated this order: 33 units. Here a unit is 10 ms, so
 # it should take 330 ms.
 #
-# ## Predict: who is it?
+# ## Predict: which rank is slow?
 #
 # Look at the picture, not at the code. Which rank slows the others down?
 
@@ -85,8 +85,8 @@ assert delays.index(max(delays)) == SLOW
 assert pipelab.what_if(measured, SLOW).trace.makespan < measured.makespan
 
 # %% [markdown] tags=["answer"]
-# Nearly 330 ms: then no other cause is left that is worth a search. Without the delay of any *other*
-# rank, the step would take as long as now.
+# Nearly 330 ms, so no other cause is worth looking for. Without the delay of any *other* rank, the step would take as
+# long as now.
 #
 # The slow rank has 8 × 18 = 144 ms more to do than the others. Nearly all of it makes the step longer; the rest falls
 # into times in which rank 2 would have waited.
@@ -95,7 +95,7 @@ assert pipelab.what_if(measured, SLOW).trace.makespan < measured.makespan
 # ## Theory above, practice below
 #
 # `Cost.fit` reads from the trace how long each stage takes. Simulated with these times, the same order should take as
-# long as it did. `pipelab.diff` says what is left, action by action:
+# long as it did. `pipelab.diff` lists the remaining differences, action by action:
 
 # %%
 predicted = pipelab.simulate(measured.plan, pipelab.Cost.fit(measured))
@@ -106,7 +106,7 @@ print(found.sentence)
 pipelab.compare(predicted, measured, names=["predicted", "measured"])
 
 # %% [markdown]
-# With the fitted times, a question about another schedule needs no more measuring. Would another order help here?
+# With the fitted times, you can compare schedules without measuring again. Would another order help here?
 
 # %%
 cost = pipelab.Cost.fit(measured)
@@ -150,9 +150,9 @@ assert (round(job.makespan), round(pipelab.what_if(job, 1).trace.makespan)) == (
 # %% [markdown]
 # ## Exercise: cut it again
 #
-# Two jobs train models of equal layers, on devices that are not equal. You have one trace of each, and you know how
-# many layers each rank held in it. Return a better cut: how many layers each rank should hold. A layer takes as long as
-# before on the device on which it runs, and every rank needs at least one.
+# Two jobs train models of equal layers, on unequal devices. You have one trace of each, and you know how many layers
+# each rank held in it. Return a better cut: how many layers each rank should hold. A layer takes as long as before on
+# the device on which it runs, and every rank needs at least one.
 #
 # - **Par of the first job, 16 layers: 370.5 ms** instead of 458.
 # - **Par of the second job, 24 layers: 538.5 ms** instead of 711.

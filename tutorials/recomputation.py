@@ -2,7 +2,7 @@
 # # Recomputation
 #
 # Your pipeline runs out of memory on rank 0. A colleague wraps every layer in `torch.utils.checkpoint`, so that it
-# keeps its input only and computes the rest again when the backward needs it. Now the model fits, and a step takes a
+# keeps only its input and computes the rest again when the backward needs it. Now the model fits, and a step takes a
 # third longer. "That is what recomputation costs", she says.
 #
 # It is what recomputing *everything* costs. On this page you find out which stages need it, how many of their layers,
@@ -26,15 +26,15 @@ print(f"{kept.makespan:g} units; all stages recompute: {again.makespan:g}")
 assert (kept.makespan, again.makespan) == (33, 44)
 
 # %% [markdown]
-# A third longer, as she says. And this is what she gets for it: of a transformer's layer, 34 s b h bytes are kept (with
-# FlashAttention), and its input is 2 s b h bytes of them. So a layer that recomputes keeps **1/17**. While its backward
+# A third longer, as she says. And this is what she gets for it: a transformer layer keeps 34 s b h bytes (with
+# FlashAttention), and its input is 2 s b h of these. So a layer that recomputes keeps **1/17**. While its backward
 # runs, one layer after the other has all of its activations for a moment.
 #
 # ## Predict: who needs it?
 #
 # In 1F1B rank 0 holds four micro-batches' activations, and the last rank one. Say that only rank 0 is too full. So only
-# rank 0 recomputes, which is a quarter of the work that is done again. Recomputing everywhere costs 11 units. What does
-# it cost now?
+# rank 0 recomputes, which is a quarter of all recomputation. Recomputing everywhere costs 11 units. What does it cost
+# now?
 
 # %%
 my_prediction = None  # units more than 33
@@ -51,10 +51,11 @@ pipelab.compare(kept, first, names=["nothing recomputed", "rank 0 recomputes"])
 # %% [markdown] tags=["answer"]
 # 5 units, nearly half of 11. Rank 0 now works for 8 × 4 = 32 units, and the step cannot be shorter. The other ranks
 # have less to do, and so they wait for it: rank 3 for instance [before micro-batch 4](#s=1:idle.3.15), where it did not
-# wait before.
+# wait without recomputation.
 
 # %% [markdown]
-# So the first stage that recomputes is expensive, and the next ones are cheap: they do it while they would wait.
+# So the first stage that recomputes is expensive, and the next ones are cheap: they recompute while they would
+# otherwise wait.
 
 # %%
 for count in range(P + 1):
@@ -106,7 +107,7 @@ for cap, order, recomputed in ((4, 33, 33), (3, 39, 34.875), (2, 51, 37.125), (1
     assert pipelab.lower_bound(pipelab.OneFOneB(P, M), pipelab.Cost(), memory_cap=cap) == order
 
 # %% [markdown] tags=["answer"]
-# 37.1 and 40.1 units. An order that holds less lets ranks wait for a whole round trip. A layer that recomputes costs
+# 37.1 and 40.1 units. An order that holds less makes ranks wait for a whole round trip. A layer that recomputes costs
 # its own forward. And only the first ranks pay: with a cap of 2, ranks 2 and 3 recompute nothing.
 #
 # That is the choice for each stage: **recompute as few layers on each rank as its micro-batches in flight demand**, not
@@ -137,12 +138,12 @@ for name, h, a in (("7B", 4096, 32), ("70B", 8192, 64)):
 # %% [markdown] tags=["answer"]
 # 82 % of the memory for 5 % of the time, or less in a wider model. Korthikanti et al. (2022, section 5) call this
 # *selective* recomputation, and FlashAttention does it in its kernel, where it costs even less. It is nearly always
-# worth it, so the numbers above have it already.
+# worth it, so the numbers above include it already.
 
 # %% [markdown]
 # ## Predict: when should a forward run again?
 #
-# So far a backward ran its forward again when its gradient had come. But the second forward needs only the stage's
+# So far a backward ran its forward again when its gradient had arrived. But the second forward needs only the stage's
 # input, and the rank has kept that. So let it be an action of its own, `C`, right before its backward `B` in the row:
 
 # %%
@@ -171,13 +172,13 @@ pipelab.compare(again, one, names=["1F1B, inside the backward", "1F1B, an action
 # %% [markdown] tags=["answer"]
 # 41 and 39 units. Where a rank waits for a gradient, its `C` is free. GPipe's last rank never waits between its first
 # backward and its last, so it pays 8 units. In 1F1B the last rank pays nothing. The others pay once they have no time
-# left between a backward and the next forward. In both, each rank holds the activations of one micro-batch, and
-# besides only inputs. GPipe's paper recomputes too (Huang et al. 2019, section 2.3), but its backwards begin with the
-# last micro-batch (figure 2c). In that order, the last rank runs its last forward right before that one's backward, and
-# GPipe takes 40 units.
+# left between a backward and the next forward. In both, each rank holds the activations of one micro-batch, and besides
+# only inputs. GPipe's paper recomputes too (Huang et al. 2019, section 2.3), but its backwards begin with the last
+# micro-batch (figure 2c). In that order, the last rank runs its last forward right before the backward of the same
+# micro-batch, and GPipe takes 40 units.
 #
 # Rank 0 of 1F1B still waits 5 units before its first backward. If it may hold two activations for a while, it can run
-# two forwards again there: Liu et al. (2025, "Mario", PPoPP '25) fill bubbles so. `ahead` says how many more
+# two forwards again there: Liu et al. (2025, "Mario", PPoPP '25) fill bubbles this way. `ahead` says how many more
 # activations a rank may hold:
 
 # %% tags=["answer"]
@@ -188,7 +189,7 @@ print(f"{pipelab.lower_bound(ahead):g}")
 assert trace.makespan == pipelab.lower_bound(ahead) == 38
 
 # %% [markdown] tags=["answer"]
-# So 1F1B recomputes everything for 5 units of 33, not for 11, and what is left cannot be saved by any order.
+# So 1F1B recomputes everything for 5 units of 33, not for 11, and no order can save the rest.
 
 # %% [markdown]
 # ## Exercise: what fits, and how fast?

@@ -153,7 +153,7 @@ my_second_prediction = None  # units: write your number here
 # %% tags=["answer"]
 zb_h2 = pipelab.simulate(pipelab.ZBH2(P, M), cost)
 print(f"predicted {my_second_prediction}, computed {zb_h2.makespan:g}; activations {zb_h2.peak_activations}")
-print(f"bubble {zb_h2.bubble:.1%}; from its own start to its own end, each rank takes {zb_h2.spans}")
+print(f"bubble {zb_h2.bubble:.1%}; from its first start to its last end, each rank takes {zb_h2.spans}")
 assert zb_h2.makespan == zb_h1.makespan == 27
 assert zb_h2.spans == (24, 24, 24, 24)
 assert zb_h2.peak_activations == (7, 7, 7, 7)
@@ -245,5 +245,5 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done: which rank spends all that it has on putting off, and why that one? Teachers have the solution,
+# When you are done: which rank spends all its memory on putting off, and why that one? Teachers have the solution,
 # `teacher/solutions/splitting_the_backward.py`.

@@ -33,7 +33,7 @@ for rank, row in enumerate(rows):
 
 # %% [markdown]
 # Here is a machine that runs such rows. Each rank has its own clock. A forward or a backward takes its time; a send or
-# a receive waits until the other side has come to its half.
+# a receive waits until the other side has reached the matching call.
 
 
 # %%
@@ -96,7 +96,7 @@ print(faults[0])
 assert [fault.code for fault in faults] == ["transfer-deadlock"]
 
 # %% [markdown]
-# We tested `check` on hundreds of random plans in four real processes with blocking sends: they hung exactly where it
+# We tested `check` on hundreds of random plans in four real processes with blocking sends: they hung exactly when it
 # said so ([the wire, in full](../wire.md)).
 #
 # Which schedules hang?
@@ -115,7 +115,7 @@ for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, 
 # ## What PyTorch does
 #
 # PyTorch's pipelining puts each receive as *early* as its send can be placed. Look at rank 1: it now receives `F1`
-# before it computes `B0`, so that rank 0 gets rid of it.
+# before it computes `B0`, so that rank 0's send can end.
 
 # %%
 early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="pytorch").rows
@@ -174,8 +174,8 @@ pipelab.simulate(pipelab.Interleaved1F1B(4, 8), transport="rank")
 # Rank 0 has run [`4F0`](#s=0:4F0.0) at 2.5, and at 6 rank 1 [still waits](#s=0:idle.1.5.5) for its output. In rank 0's
 # queue, that send is behind the receive for `4F3`, whose value comes at 6.5.
 #
-# So the step from PyTorch 2.11 to 2.12 saves 30 % of the time here, without a line of your code. And if your machine is
-# one of those that hold: `at-use`, the order that hangs in a queue, is the best one there.
+# So the step from PyTorch 2.11 to 2.12 saves 30 % of the time here, without a line of your code. On a machine where a
+# receive holds the rank, `at-use`, the order that hangs in a queue, is the best one.
 
 # %%
 best = {"rank": "by-time", "holding": "at-use"}

@@ -29,9 +29,9 @@ zbv = pipelab.simulate(pipelab.ZBV(P, M))
 zbv
 
 # %% [markdown]
-# Costs are as ever: a rank's share of the model takes 1 unit for a forward, 1 for `I` and 1 for `W`, so each of its two
-# stages takes a half. A forward starts on rank 0 and [ends on rank 0](#s=0:7F0.0), and there its backward [starts at
-# once](#s=0:7I0.0).
+# Costs are the same as before: a rank's share of the model takes 1 unit for a forward, 1 for `I` and 1 for `W`, so each
+# of its two stages takes a half. A forward starts on rank 0 and [ends on rank 0](#s=0:7F0.0), and there its backward
+# [starts immediately](#s=0:7I0.0).
 #
 # ## Predict: the memory
 #
@@ -70,12 +70,12 @@ assert len(zbv.transfers) == 2 * M * (2 * P - 2) == 96
 #
 # How long does an activation live in a V? Follow one micro-batch: forward down the ranks, forward back up, then the
 # input gradients down and up. Those are four **legs**. If on each leg it spends one *slot* on each rank (a slot is the
-# time of one action), and never pauses, it lives as briefly as can be. Send the next micro-batch six slots later,
-# because each rank has six actions for each: two forwards, two `I`, two `W`. The `W` go where nothing else is.
+# time of one action), and never pauses, it lives as briefly as possible. Send the next micro-batch six slots later,
+# because each rank has six actions for each: two forwards, two `I`, two `W`. The `W` fill the remaining slots.
 #
-# That is **V-Min** (Qi et al. 2024, Pipeline Parallelism with Controllable Memory), but for one case. If 3 divides the
-# number of ranks, two actions of a rank fall into the same of the six slots. Then the micro-batch pauses for two slots
-# at the turn from its forwards to its backwards.
+# That is **V-Min** (Qi et al. 2024, Pipeline Parallelism with Controllable Memory), with one exception. If 3 divides
+# the number of ranks, two actions of a rank fall into the same of the six slots. Then the micro-batch pauses for two
+# slots at the turn from its forwards to its backwards.
 #
 # Such a plan is a **building block**: the slot in which each pass of one micro-batch starts, and how many slots later
 # the next one does the same. Its memory follows before anything is simulated:
@@ -135,8 +135,8 @@ assert round(pipelab.simulate(pipelab.VMin(P, M), uneven).makespan, 6) == 34.4
 assert round(pipelab.simulate(pipelab.OneFOneB(P, M), uneven).makespan, 6) == 33
 
 # %% [markdown] tags=["answer"]
-# Now it is slower than 1F1B. An order that fits like clockwork is made for the times of one clock. A rank that holds
-# few activations has nothing else to run when a value is late.
+# Now it is slower than 1F1B. An order tuned to one set of times fits only those. A rank that holds few activations has
+# nothing else to run when a value is late.
 
 # %% [markdown]
 # V-Min is one end of a dial. A micro-batch that takes two or three slots per rank holds more, and leaves fewer gaps:
@@ -188,7 +188,7 @@ assert found == [(1, 33, 4), (1, 25.5, 4), (1, 25.5, 4.5), (2, 25, 5)]
 # as replicas do. DualPipeV takes half a unit longer here, and holds one copy.
 #
 # DeepSeek's report says that the second copy costs them little, because most of their parameters are experts, which are
-# spread over many other devices. If yours are not, take the V.
+# spread over many other devices. If yours are not, use the V.
 
 # %% [markdown]
 # So why DualPipe at all? Look at the wide boxes in its picture: a forward of one direction *together with* a backward
@@ -214,7 +214,7 @@ assert [pipelab.simulate(dual, pipelab.Cost(pair=pair)).makespan for pair in (2.
 #
 # The function below sends all micro-batches down, as 1F1B does: the starting point, not the solution. (Draw the ranks
 # as rows and the slots as columns. In which slots does rank 0 work for a micro-batch that enters at slot 0, and the
-# last rank? Which slots are left for one from the other end? A rank has 2 P actions for P micro-batches.)
+# last rank? Which slots are free for one from the other end? A rank has 2 P actions for P micro-batches.)
 
 
 # %%
@@ -267,6 +267,6 @@ def reaches_par(answer):
 print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# This is Chimera (Li and Hoefler 2021, section 3). When you are done: how much of the gain is left if a backward takes
+# This is Chimera (Li and Hoefler 2021, section 3). When you are done: how much of the gain remains if a backward takes
 # twice as long as a forward? And what do both copies of a stage need at the end, which 1F1B does not? Teachers have the
 # solution, `teacher/solutions/v_shapes.py`.

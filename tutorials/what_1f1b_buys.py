@@ -4,8 +4,8 @@
 # In the lecture you heard that 1F1B has a smaller bubble than GPipe. You change one word in your script, from GPipe to
 # 1F1B, and measure. The step is as long as before, to the millisecond. Did you do something wrong?
 #
-# You did not. On this page you find out why both wait equally long, what 1F1B has less of instead, and how you turn
-# that into a shorter step after all.
+# You did not. On this page you find out why both wait equally long, what 1F1B saves instead, and how you turn that into
+# a shorter step after all.
 #
 # It takes about 20 minutes, and you need [The memory wall](memory_wall.md) before it. The page is a Python file,
 # `tutorials/what_1f1b_buys.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before

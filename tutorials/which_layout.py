@@ -3,9 +3,9 @@
 #
 # You train GPT-3, 175 billion parameters, on 64 A100 GPUs of 80 GB: eight nodes of eight. Every copy of the model needs
 # 3,150 GB before it has seen a word. So GPUs must share: the batch, the weights, each layer, or the depth. Each way
-# moves other bytes over other links, and the slowest link decides.
+# moves different bytes over different links, and the slowest link decides.
 #
-# On this page you try each way by itself, see what it moves, and then combine them: that is a *layout*.
+# On this page you try one way at a time, see what it moves, and then combine them: that is a *layout*.
 #
 # It takes about 20 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
 # `tutorials/which_layout.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
@@ -63,9 +63,9 @@ assert round(max(again.bytes) / GB) == 64
 # activations: one sequence's are there in all 96 layers. With [recomputation](recomputation.md) ZeRO-3 fits, in 64 GB,
 # but a step takes 14.8 s.
 #
-# (ZeRO-1 and ZeRO-2 send the same bytes. That ZeRO-2 takes 2.2 s longer here is the estimate's doing: it hides ZeRO-1's
-# messages behind a whole forward and backward, and ZeRO-2's behind the weight gradients alone. On a real machine expect
-# less of a difference.)
+# (ZeRO-1 and ZeRO-2 send the same bytes. ZeRO-2 takes 2.2 s longer here because of how the estimate counts: it hides
+# ZeRO-1's messages behind a whole forward and backward, and ZeRO-2's behind the weight gradients alone. On a real
+# machine expect less of a difference.)
 
 # %% [markdown]
 # ## Share each layer: tensor parallelism
@@ -121,7 +121,7 @@ assert round(pipeline.seconds, 1) == 13.3
 # not fit because of its activations.)
 
 # %% [markdown]
-# ## What is left to gain?
+# ## What can still be gained?
 
 # %%
 for term, seconds in pipeline.terms.items():

@@ -177,7 +177,7 @@ for half in halves:
     half.zero_grad()
 torch.nn.functional.mse_loss(torch.nn.Sequential(*halves)(x), y).backward()
 difference = (mine - halves[rank][0].weight.grad).norm() / mine.norm()
-print(f"rank {rank}: its gradient differs from plain training's by {difference:.0e} of its length\\n", end="", flush=True)
+print(f"rank {rank}: gradient differs from plain training by {difference:.0e} of its length\\n", end="", flush=True)
 assert difference < 1e-5
 dist.destroy_process_group()
 """

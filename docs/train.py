@@ -1,3 +1,5 @@
+import os
+
 import torch
 from torch import nn
 
@@ -5,7 +7,8 @@ import pipelab
 
 torch.manual_seed(0)  # every process must build the same model and see the same batches
 model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.ReLU())))
-schedule = pipelab.OneFOneB(ranks=4, microbatches=8)
+ranks = int(os.environ.get("WORLD_SIZE", "2"))  # as many as there are processes
+schedule = pipelab.OneFOneB(ranks, microbatches=8)
 
 with pipelab.Pipeline(model, schedule, nn.MSELoss(), engine="torch") as pipe:
     optimizer = torch.optim.Adam(pipe.parameters())  # of this process's stages

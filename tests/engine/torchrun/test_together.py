@@ -193,7 +193,7 @@ def test_replicas_train_as_one_model_on_the_whole_batch_as_in_the_threads_engine
 @pytest.mark.thorough
 def test_the_script_of_the_documentation_runs_as_it_says(tmp_path):
     env = {key: value for key, value in processes.environment().items() if key != "OMP_NUM_THREADS"}
-    found = processes.launched(4, processes.ROOT / "docs" / "train.py", cwd=tmp_path, env=env)
+    found = processes.launched(2, processes.ROOT / "docs" / "train.py", cwd=tmp_path, env=env)
     assert (found.returncode, found.stderr) == (0, "")
     (result,) = processes.without_gloo(found.stdout).splitlines()
     assert re.match(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
 import time
 from pathlib import Path
@@ -14,14 +16,20 @@ from commands import ran
 from torch import nn
 
 import pipelab
+from pipelab.engine.verify.causes import CAUSES
 
 PAGE = Path(__file__).parents[1] / "docs" / "questions.md"
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
-    """Run the page; return what it has made."""
-    return ran(PAGE)
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the page; return what it has made, and what it has printed."""
+    with (
+        contextlib.chdir(tmp_path_factory.mktemp("page")),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        made = ran(PAGE)
+        return made | {"printed": printed.getvalue(), "saved": torch.load("run.pt")}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # TorchDynamo
@@ -60,29 +68,58 @@ def test_what_a_forward_keeps_are_the_inputs_of_its_layers_and_its_output(names)
 
 
 def test_loss_and_accuracy_are_those_of_the_plain_model_which_trains_on(names):
-    model, data = names["trained_model"], names["validation"]
+    model, validated = names["classifier"], names["validated"]
     assert model.training
-    model.eval()
-    right = sum(int((model(inputs).argmax(1) == labels).sum()) for inputs, labels in data)
-    assert names["accuracy"] == right / 72
-    whole = nn.functional.cross_entropy(
-        *map(torch.cat, zip(*((model(each), labels) for each, labels in data), strict=True))
-    )
-    assert names["validation_loss"] == pytest.approx(float(whole.detach()), rel=1e-6)
+    outputs = model.eval()(names["x"])
+    assert torch.allclose(validated.outputs, outputs, atol=1e-6)
+    labels = names["labels"]
+    assert names["accuracy"] == (validated.outputs.argmax(1) == labels).float().mean()
+    assert torch.isclose(validated.loss, nn.functional.cross_entropy(outputs, labels))
+
+
+def test_a_saved_run_goes_on_as_if_it_had_not_stopped(names):
+    def trained(model, optimizer):
+        with pipelab.Pipeline(model, names["schedule"], names["loss_fn"]) as pipe:
+            for _ in range(2):
+                optimizer.zero_grad()
+                pipe.step(names["x"], names["y"])
+                optimizer.step()
+        return [each.detach().clone() for each in model.parameters()]
+
+    weights, state, random = names["saved"]
+    again = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.AdamW(again.parameters())
+    again.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert state["state"]
+    assert len(random) == len(torch.get_rng_state())
+    assert all(map(torch.equal, trained(again, optimizer), trained(names["model"], names["optimizer"])))
 
 
 def test_padding_is_weighed_as_the_whole_batch_weighs_it(names):
     assert names["padded"].whole_batch_difference < 1e-5
     with (
-        pipelab.Pipeline(names["classifier"], pipelab.OneFOneB(2, 8), nn.CrossEntropyLoss()) as pipe,
+        pipelab.Pipeline(names["tagger"], pipelab.OneFOneB(2, 8), nn.CrossEntropyLoss()) as pipe,
         pytest.raises(pipelab.LossError, match=r"reduction=lambda target: \(target != -100\)\.sum\(\)"),
     ):
-        pipe.step(names["x"], names["labels"])
+        pipe.step(names["x"], names["targets"])
 
 
 def test_a_loop_that_sums_is_named_as_the_page_prints_it(names):
     assert (names["found"].code, names["found"].factor) == ("times-microbatches", 8)
-    assert all(f"# {line}" in PAGE.read_text(encoding="utf-8") for line in str(names["found"]).splitlines())
+
+
+def test_the_page_prints_what_it_says(names):
+    said = re.findall(r"print\((?:error|found)\)\n((?:# .*\n)+)", PAGE.read_text(encoding="utf-8"))
+    assert len(said) == 2
+    assert all(lines.replace("\n# ", "\n").removeprefix("# ") in names["printed"] for lines in said)
+
+
+def test_every_answer_that_the_reference_lists_is_one_of_diagnose():
+    page = PAGE.with_name("reference") / "execution.md"
+    codes = set(re.findall(r"^\|.*\| `([a-z-]+)`[^|]*\|$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(codes) > 25
+    assert codes <= {*CAUSES, "right", "scaled"}
 
 
 def test_a_trace_of_whole_backwards_gives_halves(names):

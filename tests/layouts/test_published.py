@@ -85,8 +85,8 @@ def test_sizes_and_rates_that_cannot_be_are_refused():
         mfu(1, seconds=1, devices=0, peak=1)
 
 
-def test_the_examples_of_the_reference_page_give_what_it_prints():
+@pytest.mark.parametrize(("name", "many"), [("simulation", 3), ("simulation_details", 8)])
+def test_the_examples_of_a_reference_page_give_what_it_prints(name, many):
     pytest.importorskip("ortools")
-    page = Path(__file__).parents[2] / "docs" / "reference" / "simulation.md"
-    failed, tried = doctest.testfile(str(page), module_relative=False)
-    assert (failed, tried >= 8) == (0, True)
+    page = Path(__file__).parents[2] / "docs" / "reference" / f"{name}.md"
+    assert doctest.testfile(str(page), module_relative=False) == (0, many)

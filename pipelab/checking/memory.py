@@ -163,12 +163,14 @@ class Memory:
 
     def held(self, bound: BoundPlan, rank: int) -> list[int]:
         """Return, for each of a rank's actions, how many bytes the rank holds while it runs."""
-        now, held = sum(self.always(bound, rank)), []
-        for code, each in zip(bound.lists[rank], self.changes(bound, rank), strict=True):
-            now += each.gradients + each.activations + each.outputs + each.weights
-            held += [now] if bound.computes(code) else []
-            now -= each.freed + each.dropped + each.forgotten
-        return held
+        now, held = sum(self.always(bound, rank)), list[int]()
+        for gradients, activations, outputs, freed, weights, dropped, forgotten in self.changes(bound, rank):
+            now += gradients + activations + outputs + weights
+            held.append(now)
+            now -= freed + dropped + forgotten
+        if not bound.moves:
+            return held
+        return [size for code, size in zip(bound.lists[rank], held, strict=True) if bound.computes(code)]
 
     def of(self, name: str, stages: int) -> Sequence[int]:
         """Return one of the sizes for every stage."""

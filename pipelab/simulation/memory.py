@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.checking.memory import Memory
@@ -63,7 +65,7 @@ class MemoryUse:
     """
 
     trace: Trace
-    curves: tuple[Sequence[Held], ...]
+    curves: Sequence[Sequence[Held]]
     source: str = "predicted"
     allocated: Mapping[str, int] = field(default_factory=dict)
 
@@ -75,7 +77,9 @@ class MemoryUse:
     @property
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
-        return tuple(max(curve, key=attrgetter("total")) for curve in self.curves)
+        known = self.curves
+        curves = map(known.up_to_peak, range(len(known))) if isinstance(known, _Curves) else known
+        return tuple(max(curve, key=attrgetter("total")) for curve in curves)
 
     @property
     def table(self) -> Table:
@@ -122,18 +126,48 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradie
         ScheduleError: if a plan has faults.
     """
     trace = plan if isinstance(plan, Trace) else simulate(plan)
+    for each in fields(memory):
+        memory.of(each.name, trace.plan.stages)  # refuses a list of another length
     sent: list[list[Transfer]] = [[] for _ in range(trace.ranks)]
-    for each in trace.transfers if sent_gradient else ():
-        if not each.giver.traits.forward and each.end > each.start - each.queued:
-            sent[each.source].append(each)
-    return MemoryUse(trace, tuple(_curve(trace, rank, memory, mine, sent_gradient) for rank, mine in enumerate(sent)))
+    for value in trace.transfers if sent_gradient else ():
+        if not value.giver.traits.forward and value.end > value.start - value.queued:
+            sent[value.source].append(value)
+    return MemoryUse(trace, _Curves(trace, memory, sent, sent_gradient))
 
 
-def _curve(trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int) -> tuple[Held, ...]:
-    """Return what a rank holds after each change."""
+class _Curves(Sequence[Sequence[Held]]):
+    """Predicted curves, each made when it is asked for: of millions of changes, most users want the peaks."""
+
+    def __init__(self, trace: Trace, memory: Memory, sent: Sequence[Sequence[Transfer]], size: int) -> None:
+        self._bound, self._memory = trace.plan.bound, memory
+        self._given = trace, memory, sent, size
+        self._made = cache(self._curve)
+        self._in_order = not size and not self._bound.moves  # else it depends on times what comes first
+
+    def __len__(self) -> int:
+        return len(self._bound.computing)
+
+    def __getitem__(self, rank: Any) -> Any:
+        found = range(len(self))[rank]
+        return self._made(found) if isinstance(found, int) else tuple(map(self._made, found))
+
+    def _curve(self, rank: int, stop: int | None = None) -> tuple[Held, ...]:
+        trace, memory, sent, size = self._given
+        return _curve(trace, rank, memory, sent[rank], size, stop)
+
+    def up_to_peak(self, rank: int) -> Sequence[Held]:
+        """Return a rank's curve, at least up to where it first holds the most."""
+        held = self._memory.held(self._bound, rank) if self._in_order else []
+        return self._curve(rank, held.index(max(held)) + 1) if held else self[rank]
+
+
+def _curve(
+    trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int, stop: int | None
+) -> tuple[Held, ...]:
+    """Return what a rank holds after each change, of so many actions."""
     bound = trace.plan.bound
     found = [(value.end, value.giver, (0, 0, -size, 0)) for value in sent]  # weights, gradients, activations, outputs
-    for (code, start, end), change in zip(trace.ran(rank), memory.changes(bound, rank), strict=True):
+    for (code, start, end), change in islice(zip(trace.ran(rank), memory.changes(bound, rank), strict=True), stop):
         action = bound.codes.action(code)
         found += [
             (start, action, (change.weights, change.gradients, change.activations, change.outputs)),

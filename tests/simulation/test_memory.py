@@ -30,6 +30,8 @@ def test_after_a_step_only_weights_gradients_optimizer_and_outputs_are_left(name
         assert all(before.time <= after.time for before, after in pairwise(curve))
         assert min(held.activations for held in curve) == 0
     assert sum(curve[-1].outputs for curve in use.curves) == 3 * 8
+    assert use.at_peak == tuple(max(curve, key=lambda held: held.total) for curve in use.curves)
+    assert use.curves[1:] == tuple(use.curves)[1:]
 
 
 def test_the_bytes_of_gpipe_and_1f1b_have_their_closed_forms():

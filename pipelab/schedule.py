@@ -403,8 +403,8 @@ class Replicated(Schedule):
 def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_lookahead: Lookahead = "full") -> Plan:
     """Return a plan whose stages are sharded, with gathers, frees and reductions where PyTorch's runtime puts them.
 
-    Before each action, a rank frees all but the next few stages that it comes to, and gathers those of them that it
-    lacks. After a stage's last gradient, its gradients are reduced.
+    Before each action, a rank frees all but the next few stages that it comes to, and gathers the missing ones. After a
+    stage's last gradient, its gradients are reduced.
 
     Args:
         plan: the plan or schedule.
@@ -419,8 +419,8 @@ def with_gathers(plan: Schedule | Plan, max_active_stages: int = 3, unshard_look
         rank 0 | 0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B1 1B0 1R 1RESHARD 0UNSHARD 0B1 0B0 0R 0RESHARD
 
     Raises:
-        ScheduleError: if the plan has faults, such as gathers of its own.
-        UsageError: if a number is no positive whole number, or if `unshard_lookahead` is neither.
+        ScheduleError: if the plan has faults, such as gathers already in it.
+        UsageError: if a number is not a positive whole number, or if `unshard_lookahead` is not one of these.
     """
     plan = as_plan(plan)
     require_legal(plan)

@@ -4,7 +4,7 @@
         PipeDream   F0 F1 B0 U0 F2 B1 U1 F3 ...     weights P - 1 - r updates late, on rank r of P
         2BW         F0 F1 B0 F2 B1 F3 ... U1 F4     weights one update late, on every rank
 
-They are not among `schedules`, which all make the gradients of plain training: these update weights within a step.
+They are not among `schedules`, which all compute the gradients of plain training: these update weights within a step.
 """
 
 from __future__ import annotations

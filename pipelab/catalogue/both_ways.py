@@ -20,7 +20,7 @@ class Chimera(BothWays):
     holds two stages, one for each direction, so the parameters are held twice, and all-reduces (not drawn) sum their
     gradients.
 
-    The paper draws forwards as long as backwards. A rank then idles for `P - 2` of them, where 1F1B's idles for
+    The paper draws forwards as long as backwards. A rank then idles for `P - 2` of them, while 1F1B idles for
     `2 * (P - 1)`. With `B = 2 * F` the two directions do not fit into each other so well: 27.3 % of 8 ranks' time with
     16 micro-batches, where 1F1B has 30.4 %.
 

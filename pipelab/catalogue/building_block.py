@@ -65,7 +65,7 @@ class BuildingBlock:
         return [*row, *owed]
 
     def plan(self, microbatches: int, name: str | None = None) -> Plan:
-        """Return the plan for so many micro-batches, which `pipelab.check` need not refuse: its order has no cycle.
+        """Return the plan for a number of micro-batches: `pipelab.check` finds no cycle in its order.
 
         Example:
             >>> import pipelab
@@ -140,7 +140,7 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     """Return a building block: the slots of one micro-batch's passes, and how many slots later the next one follows.
 
     Every such block is a legal schedule, and its memory follows from how long a micro-batch stays: with an interval of
-    `n` slots, a rank holds as many activations as `n` goes into the time from a forward to the release.
+    `n` slots, a rank holds as many activations as `n` fits into the time from a forward to the release.
 
     Args:
         passes: the first slot of each pass of micro-batch 0: `{"0F": 0, "1F": 1, "1B": 2, "0B": 4}`, stage first.

@@ -70,7 +70,7 @@ class Frontier:
 
     @property
     def best(self) -> tuple[Point, ...]:
-        """What nothing beats, blocks and schedules: all that holds as little takes longer."""
+        """The blocks and schedules that nothing beats: everything that holds as little takes longer."""
         return _front([*self.schedules, *self.points])
 
     @property
@@ -97,8 +97,8 @@ def frontier(ranks: int, microbatches: int, cost: Cost | None = None, *, split: 
     """Search for the building blocks that wait least for what they hold, and put the catalogue's schedules beside them.
 
     The search is over V shapes. One micro-batch goes down and up the ranks, and back, at each of four speeds, and waits
-    wherever its slot is taken. The result is the same in every run. On 8 ranks with 32 micro-batches it takes about
-    ten seconds. Blocks that would hold more than `ranks` micro-batches are left out.
+    wherever its slot is taken. The result is the same in every run. On 8 ranks with 32 micro-batches it takes about ten
+    seconds. It skips blocks that would hold more than `ranks` micro-batches.
 
     Args:
         ranks: how many workers the pipeline has.

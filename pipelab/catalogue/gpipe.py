@@ -14,8 +14,8 @@ class Naive(SingleStage):
         rank 0 | F0       B0 F1       B1
         rank 1 |    F0 B0       F1 B1
 
-    One rank works at a time. `Naive(ranks, 1)` sends the whole batch in one, as a model split by hand with `.to()`
-    does.
+    One rank works at a time. `Naive(ranks, 1)` sends the whole batch in one piece, as a model split by hand with
+    `.to()` does.
 
     Example:
         >>> import pipelab
@@ -43,8 +43,8 @@ class GPipe(SingleStage):
     It takes as long as 1F1B, but every rank holds the activations of all micro-batches, which is what 1F1B improves on.
     The order is the one that PyTorch's `ScheduleGPipe` executes. The paper (figure 2c) and torchgpipe run backwards in
     reverse, from the last micro-batch on, in the same time and memory. The paper also recomputes activations to keep
-    less (section 2.3), as `with_recompute` does. Reversed, that takes one `C` less: the last rank runs its last forward
-    right before that one's backward.
+    less (section 2.3), as `with_recompute` does. Reversed, that takes one `C` fewer: the last rank runs its last
+    forward right before the same micro-batch's backward.
 
     Example:
         >>> import pipelab

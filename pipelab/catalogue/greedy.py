@@ -60,7 +60,7 @@ class Greedy(Schedule):
             names the rank.
         cost: the times of actions and transfers; by default forward 1, backward 2 and free transfers.
         split: whether to split backwards into `I` and `W`, so that weight gradients fill the idle time.
-        memory: how many bytes each stage takes; gradients and outputs have their room from the start.
+        memory: how many bytes each stage takes; room for gradients and outputs is reserved from the start.
 
     Example:
         What does memory buy?

@@ -103,14 +103,14 @@ class Interleaved1F1B(Looped):
 
 
 class Overlapped1F1B(Interleaved1F1B):
-    """Interleaved 1F1B with one forward more of warm-up, so that each later forward overlaps a backward.
+    """Interleaved 1F1B with one extra forward of warm-up, so that each later forward overlaps a backward.
 
         rank 0 | 0F0 0F1 2F0 2F1 0F2         0F3&2B0──── 2F2&2B1──── 2F3&0B0──── 0B1         2B2 2B3 0B2 0B3
         rank 1 |     1F0 1F1 3F0 3F1&3B0──── 1F2&3B1──── 1F3&1B0──── 3F2&1B1──── 3F3&3B2──── 3B3 1B2 1B3
 
     While a rank computes a forward and a backward in one slot (`F(3, 0) & B(0, 2)`), the transfers of each hide behind
     the arithmetic of the other: with many experts, their exchanges. The halves of a pair must not wait for each other,
-    so every rank needs one forward more before its first pair.
+    so every rank needs one more forward before its first pair.
 
     A pair that takes as long as its two halves (`Cost(pair=FB)` with `FB = F + B`) gains nothing. Without the overlap,
     the makespan is interleaved 1F1B's, for one more stage activation on every rank.

@@ -17,15 +17,15 @@ class BPipe(OneFOneB):
         rank 0 | F0 F1 OFFLOAD1 F2 F3 OFFLOAD3 B0 LOAD1 F4 B1 F5 OFFLOAD5 B2 LOAD3 F6 B3 F7 OFFLOAD7 B4 LOAD5 …
 
     In 1F1B rank `r` holds `P - r` activations. Here no rank holds more than `(P + 2) / 2`, rounded up. A rank of the
-    first half sends the rest to a rank of the second half: at even distances, a micro-batch leaves right after its
+    first half sends the rest to a rank of the second half: at regular intervals, a micro-batch leaves right after its
     forward, and comes back once the backward before its own has made room.
 
     That peak is the paper's. It holds, and the step takes as long as 1F1B, if an activation moves in the time of a
     forward or less. It does not hold if moves are slower: with `F = 1`, `B = 2` and moves of 2 units, rank 0 of 8 holds
     6 instead of 5, and 24 micro-batches take 103 units instead of 93.
 
-    Moves are `OFFLOAD` and `LOAD` here, on channels of the rank that sends. So a peak counts what a rank keeps of its
-    own: what the last ranks hold for the first ones comes on top, and makes `(P + 2) // 2` on each of them.
+    Moves are `OFFLOAD` and `LOAD` here, on channels of the rank that sends. So a peak counts only a rank's own
+    activations. What the last ranks hold for the first ones comes on top, and makes `(P + 2) // 2` on each of them.
 
     Example:
         >>> import pipelab
@@ -62,15 +62,15 @@ class PipeOffload(Interleaved1F1B):
 
     An activation leaves right after its forward, and comes back while the action before its backward runs. Half of the
     stages, the default, saves more than half: of 8 ranks, the first one holds 10 activations instead of 23. If all
-    stages are sent, a rank holds three at most, whatever the number of ranks. That is so, and the step takes as long as
-    interleaved 1F1B, if a stage's activation moves in the time of its forward or less. With slower moves, ranks wait
-    for loads. The paper has an order of its own, from a block that repeats uniformly; here it is interleaved 1F1B's.
+    stages are sent, a rank holds three at most, whatever the number of ranks. Both are true, and the step takes as long
+    as interleaved 1F1B, if a stage's activation moves in the time of its forward or less. With slower moves, ranks wait
+    for loads. The paper uses another order, from a block that repeats uniformly; here it is interleaved 1F1B's.
 
     Args:
         ranks: how many workers the pipeline has.
         microbatches: how many slices the batch is cut into.
         stages_per_rank: how many stages each rank holds.
-        sent: of how many of them activations leave; by default, half.
+        sent: how many of these stages send their activations away; by default, half.
 
     Example:
         >>> import pipelab

@@ -24,14 +24,14 @@ from pipelab.trace.trace import Trace
 def with_recompute(
     plan: Schedule | Plan, stages: Collection[int] | None = None, *, ahead: int = 0, cost: Cost | None = None
 ) -> Plan:
-    """Return a plan in which forwards keep their inputs only, and run again (`C`) right before their backwards.
+    """Return a plan in which forwards keep only their inputs, and run again (`C`) right before their backwards.
 
     A `C` needs nothing from other ranks, so a rank runs it while it waits for the gradient (Huang et al. 2019, GPipe,
-    section 2.3). A forward right before its own backward keeps its activations, as nothing would be saved; and so does
-    one whose activations the plan sends away.
+    section 2.3). A forward right before its own backward keeps its activations, because nothing would be saved. A
+    forward whose activations the plan sends away keeps them too.
 
     With `ahead`, a rank that waits runs later `C` too, if they end before it would go on. So with these costs no action
-    starts later than without `ahead` (Liu et al. 2025, "Mario", PPoPP '25, moves recomputation into bubbles so).
+    starts later than without `ahead` (Liu et al. 2025, "Mario", PPoPP '25, moves recomputation into bubbles this way).
 
     Args:
         plan: the plan or schedule.
@@ -46,7 +46,7 @@ def with_recompute(
         rank 0 | 0F0 0F1 0C0 0B0 0F2 0C1 0B1 0C2 0B2
         rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
 
-        In GPipe, only the last rank's cost time: the others run them while they wait.
+        In GPipe, only the last rank's `C` cost time: the others run theirs while they wait.
 
         >>> inside = pipelab.simulate(pipelab.GPipe(4, 8), pipelab.Cost(backward=1 + 2))
         >>> trace = pipelab.simulate(with_recompute(pipelab.GPipe(4, 8)))

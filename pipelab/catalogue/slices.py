@@ -16,7 +16,7 @@ class Seq1F1B(SingleStage):
         rank 1 |    F0 F1 F2    B1 F3 B0 F4 B3 F5 B2    B5 B4
         rank 2 |       F0 F1 B1 F2 B0 F3 B3 F4 B2 F5 B5 B4
 
-    Causal attention reads earlier slices only, so a slice can go on to the next rank while the next slice follows.
+    Causal attention only reads earlier slices, so a slice can go on to the next rank while the next slice follows.
     Backwards run from a sequence's last slice to its first. So a rank runs `slices - 1` more forwards before its first
     backward than in 1F1B, but each activation is `slices` times smaller.
 
@@ -82,8 +82,8 @@ class SlimPipe(Looped):
         rank 1 |     1F0 1F1 3F0 3F1 3B1 1F2 3B0 1F3 1B1 3F2 1B0 3F3 3B3 3B2 1B3 1B2
 
     A sequence goes through all stages of a rank, slice by slice, before the next one starts; its backwards come back in
-    reverse. So the first backward can start as soon as one sequence is through, and the more slices there are, the
-    less is held beside it: `(P - 1 - r) / (v * slices)` of a sequence.
+    reverse. So the first backward can start as soon as one sequence is through, and the more slices there are, the less
+    a rank holds in addition: `(P - 1 - r) / (v * slices)` of a sequence.
 
     The paper evens out the slices' times, which causal attention makes unequal, by moving work between ranks; here
     every slice takes the same time.

@@ -145,8 +145,8 @@ class VHalf(Controlled):
     A micro-batch that stays half as long leaves half as much behind. In a V, what a rank holds for the way down and for
     the way up adds up to the same on every rank. V-Half lets a micro-batch go down at half speed and back up at full
     speed, forwards and backwards; weight gradients fill the free slots. Its step is shorter than 1F1B's, and longer
-    than that of ZB-V, which holds as much as 1F1B. Half is for many ranks: 4 ranks hold 3 micro-batches where 1F1B
-    holds 4, 8 hold 5, and 24 hold 13. Peak and bubble follow from this block:
+    than ZB-V's, which holds as much as 1F1B. Half is for many ranks: 4 ranks hold 3 micro-batches where 1F1B holds 4, 8
+    hold 5, and 24 hold 13. Peak and bubble follow from this block:
 
     Example:
         >>> import pipelab

@@ -15,8 +15,8 @@ class Hanayo(Greedy):
         rank 1 |     1F0 2F0 1F1 2F1 1F2 2B0 1B0 2B1 1B1 2F2         2B2 1B2
 
     At the turns a value stays where it is. The order follows from the placement: whenever a rank is free, it runs the
-    first backward that is ready, otherwise the first forward. So this is [`Greedy`][pipelab.Greedy] with a `place` of
-    its own, and takes what `Greedy` takes: a `memory_cap`, costs, a `priority`.
+    first backward that is ready, otherwise the first forward. So this is [`Greedy`][pipelab.Greedy] with another
+    `place`, and it accepts the same arguments: a `memory_cap`, costs, a `priority`.
 
     Two waves (`stages_per_rank=4`) wait less than one, and send twice as much.
 
@@ -51,9 +51,9 @@ class BitPipe(Hanayo):
         rank 1 | 0F1 1F0 2F0 3F1 3B1 2B0 1B0 0B1 0F3 1F2 2F2 3F3 3B3 2B2 1B2 0B3
 
     Every rank holds four stages, two for each direction, so the parameters are held twice, and all-reduces sum their
-    gradients. The order is list scheduling's, as of [`Greedy`][pipelab.Greedy], whose arguments it takes. The paper's
-    own order has the bubble `(P - 2) / (3 * M + P - 2)` at `B = 2 * F` and `M = P`: this one reaches it with 4 ranks,
-    and misses it by half a unit of 30 with 8.
+    gradients. The order comes from list scheduling, as in [`Greedy`][pipelab.Greedy], and it accepts the same
+    arguments. The paper's own order has the bubble `(P - 2) / (3 * M + P - 2)` at `B = 2 * F` and `M = P`: this one
+    reaches it with 4 ranks, and misses it by half a unit of 30 with 8.
 
     Example:
         >>> import pipelab

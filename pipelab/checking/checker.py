@@ -159,7 +159,7 @@ def check(
     Raises:
         CostError: if a list of the memory does not have one number per stage.
         TypeError: if it is neither a plan nor a schedule.
-        UsageError: if a cap is not a number, or one per rank; or if `order` or `transport` is none of the words.
+        UsageError: if a cap is not a number, or one per rank; or if `order` or `transport` is not one of the words.
     """
     require_words(order, transport)
     try:

@@ -229,7 +229,7 @@ class _Answer(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Refuse who has no token, and whoever's browser was led here by another name or from another page."""
+        """Refuse requests without the token, and those that came by another name or from another page."""
         token, _, path = urlsplit("/" + self.path.lstrip("/")).path.removeprefix("/").partition("/")
         with suppress(ConnectionError):  # the page was closed
             if not self._is_our_page() or not secrets.compare_digest(token.encode(), self.server.token.encode()):

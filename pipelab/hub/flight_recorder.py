@@ -82,10 +82,10 @@ def culprit(plan: Plan | ScheduleLike, files: Iterable[str | Path], *, tensors: 
         plan: the plan or schedule that ran. PyTorch's runtime has run it, in PyTorch's own order of transfers.
         files: the files of all ranks, pickled or JSON: of one pipeline, or of several if they say which group of
             processes each transfer is of. Transfers of other groups are left out.
-        tensors: how many tensors a stage returns: each is a transfer of its own to the recorder.
+        tensors: how many tensors a stage returns: the recorder counts each as one transfer.
 
     Raises:
-        FormatError: if a file is none of the Flight Recorder's, or its transfers are not those of the plan.
+        FormatError: if a file is not the Flight Recorder's, or its transfers do not fit the plan.
         UsageError: if two files are of the same rank, or none has a send or receive.
         ScheduleError: if the plan has faults.
     """

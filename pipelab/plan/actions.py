@@ -33,7 +33,7 @@ class Traits:
         needs: the values that it needs: at most one of the same stage, and one of a neighbour.
         gives: the values that it gives. Other actions wait for the first; a second one only its own rank needs.
         holds: the size of `Memory` that its rank holds from its start on.
-        releases: the size of `Memory` that its rank holds no more from its end on.
+        releases: the size of `Memory` that its rank no longer holds from its end on.
         method: the method of a `Stage` that runs it.
         cost: the field of `Cost` that says how long it takes; without one, it takes no time.
         colours: its colours on a rank's first, third … stage, and on its second, fourth …; see `draw/colours.py`.
@@ -98,7 +98,7 @@ class Traits:
 
     @property
     def in_flight(self) -> int:
-        """How many activations more its rank holds after it: one, none, or one less."""
+        """How many more activations its rank holds after it: 1, 0 or -1."""
         return (self.holds in _ACTIVATION) - (self.releases in _ACTIVATION)
 
 
@@ -352,8 +352,8 @@ def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
 def C(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Run a stage's forward again, for the backward of this micro-batch, which waits for it.
 
-    The forward `F` then keeps its input only, and `C` the activations. It needs nothing from other ranks, so it can
-    fill the time in which its rank waits for a gradient (Huang et al. 2019, "GPipe", section 2.3; Liu et al. 2025,
+    The forward `F` then keeps only its input, and `C` keeps the activations. It needs nothing from other ranks, so it
+    can fill the time in which its rank waits for a gradient (Huang et al. 2019, "GPipe", section 2.3; Liu et al. 2025,
     "Mario", PPoPP '25).
 
     Example:
@@ -364,10 +364,10 @@ def C(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
 
 
 def U(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
-    """Update of a stage's weights, with the gradients of all micro-batches up to this one that no update has had.
+    """Update of a stage's weights, with the gradients up to this micro-batch that no earlier update has used.
 
-    Later forwards of the stage use the new weights. A backward uses those of its forward, which the rank keeps until
-    then: they are *versions* (Narayanan et al. 2019, "PipeDream", section 3.3, weight stashing).
+    Later forwards of the stage use the new weights. A backward uses the weights of its forward, which the rank keeps
+    until then: they are *versions* (Narayanan et al. 2019, "PipeDream", section 3.3, weight stashing).
 
     Example:
         >>> U(3, stage=0)
@@ -411,7 +411,7 @@ def RESHARD(stage: int | None = None) -> Action:  # noqa: N802 - PyTorch's word
 
 
 def OFFLOAD(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - a word beside PyTorch's
-    """Take away, to another memory, what a forward keeps for its backward; `LOAD` must bring it back before.
+    """Send what a forward keeps for its backward to another memory; `LOAD` must bring it back before that.
 
     Example:
         >>> OFFLOAD(3, stage=2)

@@ -55,8 +55,8 @@ class Plan:
         name: what messages and drawings call the plan.
         after: which micro-batches come before one on a stage, because they are earlier slices of its sequence, as
             `after(microbatch, stage)`; by default, none.
-        forwards_only: whether it is for evaluation, without backwards: then all is left out of the rows that only
-            training needs. See `forwards`.
+        forwards_only: whether it is for evaluation, without backwards: then the rows drop what only training needs. See
+            `forwards`.
 
     Example:
         >>> from pipelab import B, F, Plan
@@ -125,7 +125,7 @@ class Plan:
         for slices of sequences: `after` says which they are, as for `Plan`.
 
         If rows list sends and receives, such as `0SEND_F0` and `1RECV_F0`, the plan keeps them: `check` says if one is
-        missing, and with which transports they hang. The order `"pytorch"` is then theirs.
+        missing, and with which transports they hang. The order `"pytorch"` then means theirs.
 
         Example:
             >>> Plan.parse(["0F0 0B0", "1F0 1B0"]).stages
@@ -233,7 +233,7 @@ class Plan:
     def forwards(self) -> Plan:
         """Return the plan of an evaluation: its forwards alone, in their order, with the gathers that they need.
 
-        `check` misses no backward in it, and no forward holds an activation. A `Pipeline` of it can only evaluate.
+        `check` asks for no backwards in it, no forward holds an activation, and a `Pipeline` of it can only evaluate.
 
         Example:
             >>> import pipelab
@@ -265,10 +265,10 @@ class Plan:
     def graph(self) -> networkx.DiGraph[Action]:
         """Return the dependency graph.
 
-        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`), and with `moves` where gathers,
-        offloads and others stand about it in its row. An edge from an action to one that needs its value has
-        `kind="data"` and `value`, such as `"out(0, 1)"`. An edge along a rank's row has `kind="order"`. If an action
-        needs the value of the one right before it, one edge stands for both: `kind="data"`, `order=True`.
+        Nodes are actions, with the attribute `rank` (an `R`: one node, with `ranks`), and with `moves` if gathers,
+        offloads and others surround it in its row. An edge from an action to one that needs its value has `kind="data"`
+        and `value`, such as `"out(0, 1)"`. An edge along a rank's row has `kind="order"`. If an action needs the value
+        of the one right before it, one edge stands for both: `kind="data"`, `order=True`.
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()

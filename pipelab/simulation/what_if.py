@@ -23,10 +23,10 @@ class WhatIf:
     Attributes:
         rank: the rank.
         delay: how much longer its actions took than actions of the same kind usually did on the other ranks, added up.
-        before: the trace as it was.
+        before: the original trace.
         trace: the trace without the delay, simulated. The rank's noise counts as delay, so it is too short on a busy
             machine.
-        noisy: the trace without what the rank's medians are above the others', simulated: the rank's noise stays.
+        noisy: the simulated trace without the difference between the rank's medians and the others': the noise stays.
     """
 
     rank: int
@@ -67,7 +67,7 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     A stage with more work than others is a delay too. Then the answer is what an even cut would save.
 
     Args:
-        trace: a trace, best a measured one.
+        trace: a trace, usually a measured one.
         rank: the rank.
 
     Example:

@@ -34,7 +34,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one action.
+    """What changed for one action.
 
     Attributes:
         action: the action.

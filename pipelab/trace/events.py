@@ -37,8 +37,8 @@ class Transfer:
         needer: the action that needs it.
         start: when it leaves.
         end: when it arrives.
-        queued: how long it was ready and stood behind another transfer before it left; see `simulate`.
-        behind: the giver and the needer of that other transfer; `None` if it stood behind none.
+        queued: how long it was ready but queued behind another transfer; see `simulate`.
+        behind: the giver and the needer of that other transfer; `None` if there was none.
     """
 
     source: int

@@ -202,7 +202,7 @@ class Trace:
 
     @cached_property
     def queued(self) -> tuple[float, ...]:
-        """For each rank, how long it was idle because a value that it needed stood behind another transfer, in `unit`.
+        """For each rank, how long it was idle because a value that it needed queued behind another transfer, in `unit`.
 
         Example:
             >>> import pipelab
@@ -221,9 +221,9 @@ class Trace:
     def peak_activations(self) -> tuple[int, ...]:
         """For each rank, the most stage activations held at any time.
 
-        Each forward adds one; if the plan runs it again, `C` adds it instead, and the input that the forward keeps
-        counts as none: `memory_use` counts its bytes. The full backward releases it, or the weight gradient if the
-        backward is split. One that is sent away counts until it has left, and from when it begins to come back.
+        Each forward adds one; if the plan runs it again, `C` adds it instead, and the input that the forward keeps does
+        not count: `memory_use` counts its bytes. The full backward releases it, or the weight gradient if the backward
+        is split. An activation that is sent away does not count from when it has left until it begins to come back.
         """
         if any(move.action.traits.in_flight for move in self.moves):
             return tuple(map(self._peak_by_time, range(self.ranks)))
@@ -258,7 +258,7 @@ class Trace:
 
         From the last action, each step back goes to what the action waited for longest: the action before it on its
         rank, or the giver of a value that it needs, with its transfer. If both were ready together, it goes to the
-        former. If the transfer stood behind another one, the step goes to the giver of that one.
+        former. If the transfer queued behind another one, the step goes to the giver of that one.
 
         Example:
             >>> import pipelab
@@ -311,7 +311,7 @@ class Trace:
 
         Raises:
             FormatError: if the suffix is another one.
-            UsageError: if the width is not from 2 to 40 inches, or the format has none.
+            UsageError: if the width is not from 2 to 40 inches, or if the format has no width.
         """
         return show(self, "save", path, width)
 

@@ -77,7 +77,7 @@ def rows(value: Any, dim: int = 0) -> Marked:
         dim: the dimension of its rows.
 
     Raises:
-        UsageError: if `dim` is no whole number.
+        UsageError: if `dim` is not a whole number.
     """
     if type(dim) is not int:
         raise UsageError(f"pipelab.rows(value, dim={shorten(dim)}): expected the number of a dimension")

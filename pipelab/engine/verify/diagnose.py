@@ -154,7 +154,7 @@ def diagnose(
 
     Raises:
         UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is none of the model's.
-        LossError: if the batch's loss is no weighted sum of the micro-batches' losses.
+        LossError: if the batch's loss is not a weighted sum of the micro-batches' losses.
     """
     many = require_size("microbatches", microbatches if isinstance(microbatches, int) else len(microbatches))
     learning = _learning(model, trained)

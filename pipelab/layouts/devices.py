@@ -106,8 +106,9 @@ class Group:
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("pipelab.layouts").joinpath("devices.toml").read_text(encoding="utf-8"))
+def table(name: str) -> dict[str, dict[str, Any]]:
+    """Return what a TOML file of this folder holds."""
+    return tomllib.loads(files("pipelab.layouts").joinpath(name).read_text(encoding="utf-8"))
 
 
 def device(name: str, **other: Any) -> Device:
@@ -124,10 +125,11 @@ def device(name: str, **other: Any) -> Device:
     Raises:
         UsageError: if there is no such device, or figure.
     """
-    names = [each for each in _tables() if each != "default"]
+    tables = table("devices.toml")
+    names = [each for each in tables if each != "default"]
     if name not in names:
         raise UsageError(f"device {name!r}: expected one of {', '.join(names)}")
     known = {each.name for each in fields(Device)} - {"name"}
     if unknown := sorted(set(other) - known):
         raise UsageError(f"{', '.join(unknown)}: a device has {', '.join(sorted(known))}")
-    return Device(**{**_tables()["default"], **_tables()[name], **other, "name": name})
+    return Device(**{**tables["default"], **tables[name], **other, "name": name})

@@ -339,6 +339,7 @@ class Estimate:
         experts = sum(layer.experts * count for layer, count in self.stages[stage].items())
         ends = (stage == 0) + (stage == len(self.stages) - 1)
         own += self.model.hidden * self.model.vocab * (1 if self.model.tied else ends) * (ends > 0)
+        own += self.model.hidden * self.model.positions * (stage == 0)
         return own / self.layout.tensor, experts / self.layout.expert
 
     def _shared(self, level: int, stage: int) -> float:

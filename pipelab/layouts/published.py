@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipelab.errors import UsageError, require_size
 
@@ -102,52 +103,45 @@ class TrainingSetup:
         return {"ranks": self.pipeline, "microbatches": sequences // microbatch}
 
 
-def _megatron(
-    billions: float, layers: int, hidden: int, pipeline: int, devices: int, batch: int, teraflops: int
+_MEGATRON: dict[str, Any] = {
+    "source": "Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), table 1",
+    "sequence": 2048,
+    "peak": _A100,
+    "recomputes": True,  # in the rate: section 5.1, equation 3
+}
+_LLAMA: dict[str, Any] = {  # of table 4, the two rows with sequences of 8,192 tokens
+    "source": "Grattafiori et al. 2024, The Llama 3 Herd of Models (arXiv:2407.21783), tables 3 and 4",
+    "sequence": 8192,
+    "peak": _H100,
+    "recomputes": False,
+}
+
+
+def _row(
+    paper: dict[str, Any], billions: float, layers: int, hidden: int, pipeline: int, devices: int, batch: int, rate: int
 ) -> TrainingSetup:
-    """Return a row of Megatron-LM's table 1; its rate counts the recomputed forward (section 5.1, equation 3)."""
+    """Return a row of a paper's table, with a rate in TFLOP/s and 8 devices sharing every layer."""
     return TrainingSetup(
-        source="Narayanan et al. 2021, Megatron-LM (arXiv:2104.04473), table 1",
         parameters=billions * 1e9,
         layers=layers,
         hidden=hidden,
-        sequence=2048,
         batch=batch,
         tensor=8,
         pipeline=pipeline,
         replicas=devices // (8 * pipeline),
-        rate=teraflops * 1e12,
-        peak=_A100,
-        recomputes=True,
-    )
-
-
-def _llama(replicas: int, sequences_per_replica: int, teraflops: int) -> TrainingSetup:
-    """Return a row of Llama 3's table 4, of the two with sequences of 8,192 tokens."""
-    return TrainingSetup(
-        source="Grattafiori et al. 2024, The Llama 3 Herd of Models (arXiv:2407.21783), tables 3 and 4",
-        parameters=405e9,
-        layers=126,
-        hidden=16384,
-        sequence=8192,
-        batch=replicas * sequences_per_replica,
-        tensor=8,
-        pipeline=16,
-        replicas=replicas,
-        rate=teraflops * 1e12,
-        peak=_H100,
-        recomputes=False,
+        rate=rate * 1e12,
+        **paper,
     )
 
 
 published: dict[str, TrainingSetup] = {
-    "megatron-39b": _megatron(39.1, 48, 8192, 2, 512, 1536, 138),
-    "megatron-76b": _megatron(76.1, 60, 10240, 4, 1024, 1792, 140),
-    "megatron-146b": _megatron(145.6, 80, 12288, 8, 1536, 2304, 148),
-    "megatron-310b": _megatron(310.1, 96, 16384, 16, 1920, 2160, 155),
-    "megatron-530b": _megatron(529.6, 105, 20480, 35, 2520, 2520, 163),
-    "megatron-1t": _megatron(1008.0, 128, 25600, 64, 3072, 3072, 163),
-    "llama3-405b-8192": _llama(64, 32, 430),
-    "llama3-405b-16384": _llama(128, 16, 400),
+    "megatron-39b": _row(_MEGATRON, 39.1, 48, 8192, 2, 512, 1536, 138),
+    "megatron-76b": _row(_MEGATRON, 76.1, 60, 10240, 4, 1024, 1792, 140),
+    "megatron-146b": _row(_MEGATRON, 145.6, 80, 12288, 8, 1536, 2304, 148),
+    "megatron-310b": _row(_MEGATRON, 310.1, 96, 16384, 16, 1920, 2160, 155),
+    "megatron-530b": _row(_MEGATRON, 529.6, 105, 20480, 35, 2520, 2520, 163),
+    "megatron-1t": _row(_MEGATRON, 1008.0, 128, 25600, 64, 3072, 3072, 163),
+    "llama3-405b-8192": _row(_LLAMA, 405, 126, 16384, 16, 8192, 2048, 430),
+    "llama3-405b-16384": _row(_LLAMA, 405, 126, 16384, 16, 16384, 2048, 400),
 }
 """Published set-ups by name; the number at the end of Llama's counts its GPUs."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipelab.errors import FormatError, UsageError
 from pipelab.files import read_data
+from pipelab.layouts.devices import table
 from pipelab.layouts.published import model_flops
 from pipelab.plan.fault import shorten
 
@@ -17,6 +18,8 @@ from pipelab.plan.fault import shorten
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What one layer is, for each of its tokens; numbers of 16 bits take two bytes.
+
+    What a layer keeps follows Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4.
 
     Attributes:
         parameters: which every token passes, without routed experts.
@@ -69,6 +72,9 @@ class Transformer:
         dense_layers: how many of the first layers have no experts.
         q_rank, kv_rank, rope: of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the widths
             of compressed queries, of compressed keys and values, and of a head's part with positions; 0 without it.
+        positions: how many positions have a learned vector, added to the embedding's.
+        window: how many tokens back attention looks in layers with a window.
+        windowed: how many layers have a window. Each layer is counted as the mean of all.
 
     Example:
         >>> sizes = {"layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "sequence": 2048}
@@ -97,6 +103,9 @@ class Transformer:
     q_rank: int = 0
     kv_rank: int = 0
     rope: int = 0
+    positions: int = 0
+    window: int = 0
+    windowed: int = 0
 
     def __post_init__(self) -> None:
         """Fill in what follows from other sizes, and refuse what cannot be."""
@@ -122,7 +131,7 @@ class Transformer:
         """
         toml = Path(path).suffix != ".json"
         read = read_data(path, "a model's sizes", toml)
-        given = read if toml else _renamed(read, path)
+        given = read if toml else _sizes(read, path)
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise FormatError(f"{path}: {', '.join(unknown)}: expected {', '.join(sorted(known))}")
@@ -142,7 +151,7 @@ class Transformer:
         if self.kv_rank:
             queries = a * (self.head + self.rope)
             kept = 2 * self.q_rank + 2 * self.kv_rank + self.rope + 2 * queries + 3 * q
-            parameters = self.q_rank * (h + queries) + self.kv_rank * (h + 2 * q) + h * (self.rope + q)
+            parameters = (self.q_rank * (h + queries) or h * queries) + self.kv_rank * (h + 2 * q) + h * (self.rope + q)
             turned = 2 * queries
         else:
             queries, kept, parameters, turned = q, 2 * q + 2 * kv, 2 * h * (q + kv), q + kv
@@ -152,7 +161,7 @@ class Transformer:
             parameters=parameters + h * ffn * (up + 1),
             experts=self.experts * expert * routed,
             routed=self.active * expert * routed,
-            attention=2 * self.sequence * (queries + q),
+            attention=2 * self.seen * (queries + q),
             whole=8 * h + 2 * h * self.dropout,
             cut=2 * (kept + (up + 1) * ffn + inside),
             matrices=0 if self.flash else (5 if self.dropout else 2) * a * self.sequence,
@@ -162,10 +171,16 @@ class Transformer:
         )
 
     @property
+    def seen(self) -> float:
+        """With how many tokens attention compares each, counted without the mask, in the mean of the layers."""
+        window = min(self.window or self.sequence, self.sequence)
+        return self.sequence - min(1, self.windowed / self.layers) * (self.sequence - window) ** 2 / self.sequence
+
+    @property
     def parameters(self) -> int:
         """How many parameters the model has."""
-        layers = [self.layer(number) for number in range(self.layers)]
-        return sum(each.parameters + each.experts for each in layers) + self.hidden * self.vocab * (2 - self.tied)
+        layers, ends = [self.layer(number) for number in range(self.layers)], self.vocab * (2 - self.tied)
+        return sum(each.parameters + each.experts for each in layers) + self.hidden * (ends + self.positions)
 
     def flops(self, sequences: int) -> float:
         """Return the model FLOPs of a step on so many sequences; see `model_flops`.
@@ -177,82 +192,60 @@ class Transformer:
         passed = sum(each.parameters + each.routed for each in layers) + self.hidden * self.vocab
         width = self.heads * (self.head + self.rope / 2)
         tokens = sequences * self.sequence
-        return model_flops(passed, self.layers, width, self.sequence, tokens)  # type: ignore[arg-type]
-
-    def activation_bytes(
-        self, microbatch: int = 1, *, tensor: int = 1, sequence_parallel: bool = True, recompute: str = "none"
-    ) -> float:
-        """Return how many bytes one layer keeps for a micro-batch until its backward.
-
-        A layer of GPT-3's kind, with dropout and without FlashAttention, keeps `s b h (34 + 5 a s / h)` bytes
-        (Korthikanti et al. 2022, arXiv:2205.05198, equation 1). With `t` tensor-parallel ranks it is
-        `s b h (10 + 24 / t + 5 a s / (h t))` (equation 2), with sequence parallelism everything by `t` (equation 4).
-        With `recompute="selective"` the matrices are computed again (equation 6). With `"full"`, only the layer's input
-        is kept.
-
-        Args:
-            microbatch: how many sequences a micro-batch has, `b`.
-            tensor: how many ranks share the layer, `t`.
-            sequence_parallel: whether these ranks also share what lies between the matrices.
-            recompute: `"none"`, `"selective"` or `"full"`.
-
-        Example:
-            >>> gpt3 = Transformer(
-            ...     layers=96, hidden=12288, heads=96, ffn=49152, vocab=51200, sequence=2048,
-            ...     gated=False, flash=False, dropout=True,
-            ... )
-            >>> gpt3.activation_bytes() == 2048 * 12288 * (34 + 5 * 96 * 2048 / 12288)
-            True
-        """
-        last, shared = self.layer(self.layers - 1), tensor if sequence_parallel else 1
-        tokens = microbatch * self.sequence
-        if recompute == "full":
-            return tokens * 2 * self.hidden / shared
-        matrices = 0 if recompute == "selective" else last.matrices
-        return tokens * (last.whole / shared + (last.cut + matrices) / tensor)
+        return model_flops(passed, self.layers, width, self.seen, tokens)  # type: ignore[arg-type]
 
 
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "ffn": ("intermediate_size", "n_inner"),
-    "vocab": ("vocab_size",),
-    "sequence": ("max_position_embeddings", "n_positions"),
-    "kv_heads": ("num_key_value_heads",),
-    "head": ("head_dim",),
-    "tied": ("tie_word_embeddings",),
-    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-    "active": ("num_experts_per_tok",),
-    "expert_ffn": ("moe_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope": ("qk_rope_head_dim",),
-    "head_of_latents": ("v_head_dim",),
-    "shared_experts": ("n_shared_experts",),
-}
-"""What Hugging Face's configurations call these sizes."""
+_WINDOW = {"full_attention": 0, "global": 0, "sliding_attention": 1, "chunked_attention": 1, "local": 1}
+"""Which of a configuration's kinds of layers have a window."""
 
 
-def _renamed(config: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+def _said(config: Mapping[str, Any], path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the row of a configuration's `model_type`, and what it says, its text model included."""
+    known = table("config.toml")
+    types = {kind: row for kinds, row in known["types"].items() for kind in kinds.split()}
+    refused = {kind: reason for reason, kinds in known["refused"].items() for kind in kinds.split()}
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    for kind in (str(config.get("model_type")), str(inner.get("model_type"))):
+        if kind not in types:
+            raise FormatError(
+                f"{path}: no estimate for model_type {shorten(kind)} ({refused.get(kind, 'not in the table')})\n"
+                f"  try: a TOML of sizes, if its layers are those of {', '.join(sorted(types))}"
+            )
+    said = types[kind] | {name: value for name, value in inner.items() if value is not None}
+    for name, value in known["only"].items():
+        if said.get(name, value) != value:
+            raise FormatError(f"{path}: no estimate for {name}={shorten(said[name])}, only for {value}")
+    return types[kind], said
+
+
+def _sizes(config: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the sizes in a Hugging Face model's configuration."""
-    found = {
-        name: next(filter(None, map(config.get, theirs)))
-        for name, theirs in _NAMES.items()
-        if any(map(config.get, theirs))
-    }
-    for name, value in found.items():
-        if not isinstance(value, int):
-            raise FormatError(f"{path}: {name}={shorten(value)}: expected a whole number")
-    latent, shared = found.pop("head_of_latents", 0), found.pop("shared_experts", 0)
-    act = str(config.get("hidden_act", config.get("activation_function", "")))
-    found["gated"] = "gelu" not in act and "relu" not in act
+    row, said = _said(config, path)
+    found: dict[str, Any] = {"gated": row.get("gated", True)}
+    for name, theirs in table("config.toml")["names"].items():
+        for each in filter(said.get, theirs.split()):
+            if not isinstance(said[each], int):
+                raise FormatError(f"{path}: {each}={shorten(said[each])}: expected a whole number")
+            if found.setdefault(name, said[each]) != said[each]:
+                raise FormatError(f"{path}: no estimate for {each}={said[each]} beside {name}={found[name]}")
+    if not found["gated"]:
+        found.setdefault("ffn", 4 * found.get("hidden", 0))
+    if said.get("multi_query") and not said.get("new_decoder_architecture"):
+        found["kv_heads"] = 1
+    if "learned" in row:
+        found["positions"] = found.get("sequence", 0) + row["learned"]
+    latent, shared = found.pop("latent", 0), found.pop("shared", 0)
     if found.get("kv_rank"):
         found["head"], found["kv_heads"] = latent, found.get("heads", 0)
-    if "hidden" in found:
-        found.setdefault("ffn", 4 * found["hidden"])
     if found.get("experts"):
         found.setdefault("expert_ffn", found.get("ffn", 0))  # Mixtral's name for it
-        found["shared_ffn"] = shared * found["expert_ffn"]
+        found.setdefault("shared_ffn", shared * found["expert_ffn"])
+    layers, kinds = found.get("layers", 0), said.get("layer_types", said.get("attention_layers"))
+    if isinstance(kinds, list):
+        if other := [each for each in map(str, kinds) if each not in _WINDOW]:
+            raise FormatError(f"{path}: no estimate for a layer of {shorten(other[0])}, only of {', '.join(_WINDOW)}")
+        found["windowed"] = sum(map(_WINDOW.__getitem__, kinds))
+    elif "full" in row:
+        found["windowed"] = layers - layers // (row["full"] or layers + 1)
     return found

@@ -17,12 +17,10 @@ SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32000, "
 
 
 def test_a_layer_keeps_what_korthikantis_equations_say():
-    model, sbh, matrices = Transformer(**GPT3, flash=False, dropout=True), 2048 * 12288, 5 * 96 * 2048 / 12288
-    assert model.activation_bytes() == sbh * (34 + matrices)
-    assert model.activation_bytes(tensor=8, sequence_parallel=False) == sbh * (10 + 24 / 8 + matrices / 8)
-    assert model.activation_bytes(tensor=8) == sbh * (34 + matrices) / 8
-    assert model.activation_bytes(tensor=8, recompute="selective") == sbh * 34 / 8
-    assert model.activation_bytes(recompute="full") == 2 * sbh
+    layer, hidden, matrices = Transformer(**GPT3, flash=False, dropout=True).layer(0), 12288, 5 * 96 * 2048 / 12288
+    assert layer.whole + layer.cut + layer.matrices == hidden * (34 + matrices)  # equation 1, for each token
+    assert layer.whole + (layer.cut + layer.matrices) / 8 == hidden * (10 + 24 / 8 + matrices / 8)  # equation 2
+    assert layer.whole + layer.cut == hidden * 34  # equation 6, which equation 4 divides by the tensor-parallel ranks
 
 
 def test_flops_are_megatrons_equation_without_what_is_recomputed():
@@ -78,15 +76,81 @@ def test_what_fits_nowhere_is_refused_with_the_least_that_is_needed():
         Estimate(Transformer(**SMALL), Layout(tensor=3), device("h100"))
 
 
-def test_a_hugging_face_configuration_is_read(tmp_path):
-    config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu"}
+FALCON = {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "vocab_size": 65024}
+BLOOM = {"n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "vocab_size": 250880}
+GEMMA = {"num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 24576, "vocab_size": 256000}
+GPT2 = {"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+QWEN = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 151936}
+QWEN |= {"num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "parameters"),  # as published
+    [
+        ("falcon", FALCON | {"num_kv_heads": 71, "multi_query": True}, 6_921_720_704),
+        ("bloom", BLOOM, 176_247_271_424),
+        ("gemma", GEMMA | {"num_attention_heads": 16, "hidden_act": "gelu"}, 8_537_680_896),
+        ("gpt2", GPT2, 124_439_808),
+        ("qwen2_moe", QWEN | {"num_attention_heads": 16, "num_experts_per_tok": 4}, 14_315_784_192),
+        ("gemma3", {"vision_config": {"hidden_size": 1152}, "text_config": TEXT}, 3_880_099_328),
+        ("llama", LLAMA, 8_030_261_248),
+    ],
+)
+def test_a_hugging_face_configuration_is_read(tmp_path, kind, said, parameters):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert Transformer.load(path, 4096).parameters == pytest.approx(8.03e9, rel=0.001)  # as Llama 3 8B states
+    path.write_text(json.dumps({"model_type": kind} | said))
+    assert Transformer.load(path, 4096).parameters == pytest.approx(parameters, rel=0.001)
+
+
+def test_a_file_without_all_sizes_is_refused(tmp_path):
     (tmp_path / "model.toml").write_text("layers = 2\n")
     with pytest.raises(FormatError, match="hidden"):
         Transformer.load(tmp_path / "model.toml")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"model_type": "jamba"}, r"no estimate for model_type 'jamba' \(layers without attention\)\n  try: a TOML of"),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' .linear attention"),
+        ({"model_type": "t5"}, "'t5' .an encoder beside its decoder"),
+        ({"model_type": "my_model"}, "'my_model' .not in the table.*those of apertus, arcee, biogpt"),
+        ({"model_type": None}, "model_type 'None'"),
+        ({"model_type": ["llama"]}, "no estimate for model_type"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "mamba"}}, "'mamba'"),
+        ({"model_type": "llama4", "interleave_moe_layer_step": 2}, "interleave_moe_layer_step=2, only for 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, r"mlp_only_layers=\[3\], only for \[\]"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim=512 beside hidden=4096"),
+        ({"model_type": "llama", "layer_types": ["full_attention", "mamba"]}, "a layer of 'mamba', only of full_att"),
+    ],
+)
+def test_a_configuration_that_no_estimate_fits_is_refused_by_name(tmp_path, said, told):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | said))
+    with pytest.raises(FormatError, match=f"(?s){told}") as error:
+        Transformer.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_windows_products_are_those_inside_the_mask():
+    sizes = SMALL | {"sequence": 64, "window": 16, "windowed": 6}
+    pairs = [sum(min(token + 1, window) for token in range(64)) for window in (16, 64)]
+    expected = (6 * pairs[0] + 2 * pairs[1]) / (8 * pairs[1])
+    full = Transformer(**sizes | {"windowed": 0}).layer(0).attention
+    assert Transformer(**sizes).layer(0).attention / full == pytest.approx(expected, rel=0.03)  # half a token's mask
+    assert Transformer(**sizes | {"window": 64}).layer(0).attention == full
+
+
+def test_learned_positions_lie_on_the_first_stage():
+    more = [
+        Estimate(Transformer(**SMALL, positions=count), Layout(pipeline=2, microbatches=2), device("h100"))
+        for count in (0, 4096)
+    ]
+    held = [[*each.memory.weights] for each in more]
+    assert [second - first for first, second in zip(*held, strict=True)] == [2 * 1024 * 4096, 0]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +164,14 @@ def test_a_hugging_face_configuration_is_read(tmp_path):
         ({"tied": 2}, "tied=2"),
         ({"experts": [8]}, "experts="),
         ({"num_hidden_layers": 10**9}, "layers=1000000000"),
-        ({"hidden_size": "4096"}, "hidden='4096'"),
-        ({"n_routed_experts": 8, "n_shared_experts": 10**9, "moe_intermediate_size": "x" * 100}, "expert_ffn='xxx"),
+        ({"hidden_size": "4096"}, "hidden_size='4096'"),
+        ({"n_routed_experts": 8, "n_shared_experts": 10**9, "moe_intermediate_size": "x" * 100}, "ate_size='xxx"),
         ({"kv_lora_rank": 512, "num_attention_heads": None}, "lacks heads"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(tmp_path, sizes, told):
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "n_positions": 8}
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9}
+    config |= {"model_type": "deepseek_v3", "intermediate_size": 128, "n_positions": 8}
     own = not {*sizes} & {"num_hidden_layers", "hidden_size", "n_routed_experts", "kv_lora_rank"}
     path = tmp_path / ("model.toml" if own else "config.json")
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in (SMALL | sizes).items())

@@ -31,8 +31,8 @@ print(gpipe.ledger)
 # %% [markdown]
 # - [**fill**](#s=0:idle.3.0): rank r cannot begin before r forwards have passed through the ranks before it. It waits r
 #   × 1 units.
-# - [**dependency**](#s=0:idle.0.8), here: after its last forward, rank r waits until the micro-batches that are still
-#   ahead of it have turned around at the last rank. It waits (P - 1 - r) × (1 + 2) units.
+# - [**dependency**](#s=0:idle.0.8), here: after its last forward, rank r waits while that micro-batch goes down the P -
+#   1 - r ranks after it, and while the first gradient comes back up through them. It waits (P - 1 - r) × (1 + 2) units.
 # - [**drain**](#s=0:idle.3.27): when rank r is done, r backwards are still to come on the ranks before it. It waits r ×
 #   2 units.
 #

@@ -16,8 +16,8 @@ class ZBH1(SingleStage):
         rank 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
     Another rank waits only for the input gradient `I` (the paper calls it B), so `I` comes first, and the weight
-    gradient `W` runs when a rank would wait. Rank `r` delays its weight gradients by `r` micro-batches: the first input
-    gradients reach rank 0 sooner, and the remaining weight gradients fill the drain.
+    gradient `W` may run later. Rank `r` delays its weight gradients by `r` micro-batches: the first input gradients
+    reach rank 0 sooner, and the remaining weight gradients fill the drain.
 
     Its bubble is never larger than 1F1B's, and a third of it if `F`, `I` and `W` take equally long. Every rank holds as
     many activations as 1F1B's rank 0; what is held between `I` and `W` is less than a whole activation, which is not

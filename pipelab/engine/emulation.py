@@ -128,7 +128,7 @@ def emulated(
     input_grad_ms: float | Sequence[float] | None = None,
     all_reduce_ms: float | Sequence[float] = 0,
 ) -> nn.Sequential:
-    """Return a model of `stages` layers, each of which sleeps for so long forward and backward.
+    """Return a model of `stages` layers, each of which sleeps for the given times forward and backward.
 
     Args:
         stages: how many.

@@ -74,7 +74,7 @@ class Pipeline:
         replicated_buffers: the policy for buffers that a stage on several ranks writes into, such as a BatchNorm's
             running statistics. `"refuse"` raises an error; `"lowest"` uses the lowest rank's, which sees a part of the
             micro-batches.
-        whole_model: the model of whose layers a list of stages is made: its names are used in `state_dict`,
+        whole_model: the model whose layers make up a list of stages: its names are used in `state_dict`,
             `named_parameters` and errors, instead of `"0.weight"` for a parameter of stage 0.
         sequence_dim: with a schedule of slices, the dimension of `x` and `y` along which each sequence is cut, 1 for
             `[rows, tokens, ...]`. Attention then calls `pipelab.cached`. By default, all micro-batches are rows.
@@ -83,8 +83,8 @@ class Pipeline:
             joined along it too, where they have rows there. `pipelab.rows` marks a tensor with its rows elsewhere.
         optimizer: for a plan with updates (`U`) and `engine="threads"`: makes the optimizer of one stage from its
             parameters, such as `partial(torch.optim.SGD, lr=0.1)`. An update applies the gradients of its micro-batches
-            and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Those that no
-            update takes add to `.grad`. Updates move weights to new memory: a `state_dict()` taken before a step may
+            and clears them; a micro-batch's loss weighs its share of the batch, as `reduction` says. Gradients that no
+            update uses add to `.grad`. Updates move weights to new memory: a `state_dict()` taken before a step may
             have the earlier ones. Without an optimizer, updates change nothing, and a step adds up all gradients.
         all_reduce_runs: with `engine="torch"`: `"in-row"`, a rank waits at each `R` for the sum of the gradients; or
             `"beside"`, it goes on, and waits for all sums at the step's end.
@@ -104,7 +104,7 @@ class Pipeline:
 
     Raises:
         ScheduleError: if the plan has faults.
-        SplitError: if the model cannot be cut into the plan's stages, or `whole_model` has other parameters than they.
+        SplitError: if the model cannot be cut into the plan's stages, or `whole_model` has other parameters.
         DeviceError: if the devices do not fit.
         BatchError: if there is a `sequence_dim`, and the schedule does not cut all sequences into as many slices.
         LossError: if `loss_fn` is not a function, or does not reduce as `reduction` says.
@@ -200,15 +200,15 @@ class Pipeline:
 
         Args:
             x: the batch, `[rows, ...]`: a tensor, or a tuple or dict of tensors, as the first stage takes it. It is cut
-                by rows; `pipelab.whole`, `rows` and `microbatches` mark what is not cut so. A process that does not
-                hold the first stage (`is_first`) needs none.
+                by rows; `pipelab.whole`, `rows` and `microbatches` mark what is cut differently. A process that does
+                not hold the first stage (`is_first`) needs none.
             y: the targets, `[rows, ...]`, as `loss_fn` takes them. A process that does not hold the last stage
                 (`is_last`) needs none.
             scaler: pass it instead of calling `scaler.scale(loss).backward()`: pipelab multiplies gradients by its
                 scale, but not the loss. Call `scaler.unscale_`, `step` and `update` as usual. If gradients overflow in
-                one process, the scalers of all processes skip the step. A plan with updates takes none.
-            keywords: values by name, cut as `x` is: each stage's module gets those that its `forward` names, beside
-                its input. Of several processes, each needs those of its own stages.
+                one process, the scalers of all processes skip the step. A plan with updates does not accept one.
+            keywords: values by name, cut as `x` is: each stage's module gets those that its `forward` names, in
+                addition to its input. With several processes, each needs those of its own stages.
 
         Returns:
             The loss of the whole batch, its outputs, and the trace.
@@ -247,7 +247,7 @@ class Pipeline:
     def evaluate(self, x: Any = None, y: Any = None, *, keywords: Mapping[str, Any] | None = None) -> Step:
         """Run the plan's forwards, without gradients; return the loss of the whole batch, the outputs and the trace.
 
-        Weights and gradients stay as they are. The modules' training mode is yours, as in `forward`.
+        Weights and gradients do not change. You set the modules' training mode, as in `forward`.
 
         Args:
             x: the batch, `[rows, ...]`, as in `step`.
@@ -264,7 +264,7 @@ class Pipeline:
             (torch.Size([]), torch.Size([6]), (0F0, 0F1, 0F2))
 
         Raises:
-            BatchError: as in `step`, and so for all of its other errors.
+            BatchError: as in `step`, which lists the other errors.
         """
         return self._result(*self.run(x, y, keywords, learning=False))
 
@@ -304,14 +304,14 @@ class Pipeline:
     def forward(self, x: Any = None, *, keywords: Mapping[str, Any] | None = None) -> Any:
         """Run all micro-batches forward, without gradients; return the outputs, rows in the batch's order.
 
-        The modules' training mode is yours: call `pipe.eval()` before and `pipe.train()` after.
+        You set the modules' training mode: call `pipe.eval()` before and `pipe.train()` after.
 
         Args:
             x: the batch, `[rows, ...]`, as in `step`.
             keywords: as in `step`.
 
         Raises:
-            BatchError: as in `step`, and so for all of its other errors.
+            BatchError: as in `step`, which lists the other errors.
         """
         inputs, _, named = self._cut(x, None, keywords)
         with self._alone("forward(x)", named, inputs, learning=False) as caller:
@@ -407,8 +407,8 @@ class Pipeline:
             x: the batch, as `step` takes it.
             y: the targets.
             against: `"batch"`: compare with the same micro-batches one after another, and with the whole batch at once.
-                `"microbatches"`: with the micro-batches only, for a loss that is meant to be another one for each of
-                them, such as an auxiliary loss that balances experts.
+                `"microbatches"`: with the micro-batches only, for a loss that is meant to differ between them, such as
+                an auxiliary loss that balances experts.
             keywords: as in `step`.
 
         Raises:
@@ -436,7 +436,7 @@ class Pipeline:
         Args:
             x: the batch, as `step` takes it.
             y: the targets.
-            optimizer: whose present state counts too. Most optimizers make it in their first step.
+            optimizer: an optimizer whose present state counts too. Most make it in their first step.
             keywords: as in `step`.
 
         Raises:
@@ -475,7 +475,7 @@ class Pipeline:
         Args:
             x: the batch, as `step` takes it.
             y: the targets.
-            optimizer: whose state counts too.
+            optimizer: an optimizer whose state counts too.
             keywords: as in `step`.
 
         Raises:
@@ -527,8 +527,8 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the stages that this process holds, stage by stage, each once.
 
-        With `engine="threads"` it holds all of them, with `engine="torch"` only its rank's. If none of them learns, one
-        without numbers is the last: PyTorch's optimizers refuse an empty list.
+        With `engine="threads"` it holds all of them, with `engine="torch"` only its rank's. If none of them learns, an
+        empty one comes last, because PyTorch's optimizers refuse an empty list.
         """
         held = self._held()
         return iter([*held] if any(each.requires_grad for each in held) else [*held, self._nothing])

@@ -85,10 +85,10 @@ def rows(value: Any, dim: int = 0) -> Marked:
 
 
 def microbatches(pieces: Sequence[Any]) -> Marked:
-    """Mark a batch, or a part of it, that is cut into micro-batches already; they may have unlike shapes.
+    """Mark a batch, or a part of it, that is cut into micro-batches already; their shapes may differ.
 
-    If rows of `x` are so marked, outputs are a list too, with an entry for each piece. With a schedule of slices, each
-    piece is a sequence, which pipelab cuts into its slices.
+    If you mark rows of `x` this way, outputs are a list too, with an entry for each piece. With a schedule of slices,
+    each piece is a sequence, which pipelab cuts into its slices.
 
     Example:
         >>> import pipelab, torch

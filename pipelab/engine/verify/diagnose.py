@@ -70,7 +70,7 @@ class Diagnosis:
 
     Attributes:
         code: `"right"`, or the kind of mistake.
-        factor: what the gradients are multiplied by; of a moving average, what they are divided by; `None` if several.
+        factor: what the gradients are multiplied by; for a moving average, what they are divided by; `None` if several.
         microbatches: which micro-batches the code is about: the only ones that counted, those that counted more than
             once, those that cannot be told apart, those with another sign; empty if it is about all.
         parameters: for each parameter, by name, whether its gradient is right, and its own factor.
@@ -80,7 +80,7 @@ class Diagnosis:
         sentence: the diagnosis in words, with what to try.
 
     The codes are those of `causes.CAUSES`, and `right` and `scaled` (by another number, or one with several meanings).
-    From `spread` on, the step is right for its micro-batches, and not for the batch as a whole.
+    From `spread` on, the step is right for its micro-batches, but not for the whole batch.
     """
 
     code: str
@@ -153,7 +153,7 @@ def diagnose(
           try: divide each micro-batch's loss by 4, once
 
     Raises:
-        UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is none of the model's.
+        UsageError: if `microbatches` do not add up to the rows, or a parameter of `trained` is not the model's.
         LossError: if the batch's loss is not a weighted sum of the micro-batches' losses.
     """
     many = require_size("microbatches", microbatches if isinstance(microbatches, int) else len(microbatches))

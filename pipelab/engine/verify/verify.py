@@ -57,7 +57,7 @@ class Verification:
         microbatches: how many micro-batches plain training ran, one after another.
         exact: whether all gradients are equal bit for bit.
         largest_difference: the largest difference (2-norm) of a gradient, relative to the norms that are added up.
-        whole_batch_difference: likewise from the whole batch's, relative to that; `None` if not asked for, or unproven.
+        whole_batch_difference: the same from the whole batch's, relative to that; `None` if not asked for, or unproven.
         unproven: what cannot be verified, such as dropout.
         idle: the parameters that got no gradient, in the pipeline and in plain training alike.
         compared: whether the gradients could be compared: not where the model draws random numbers in another order.

@@ -1,14 +1,15 @@
 """Steps that others measured, what layouts predict for them, and the tables of the page "Layouts".
 
-`PYTHONPATH=. python tests/published_steps.py` prints the tables.
+`PYTHONPATH=. python tests/published_steps.py` writes them to docs/results/layouts.md.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from pipelab.layouts.estimate import Estimate, Layout
 from pipelab.layouts.published import published
 from pipelab.layouts.transformer import Transformer
 
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "layouts.md"
 GPT = {"vocab": 51200, "sequence": 2048, "gated": False, "flash": False, "dropout": True, "tied": True}
 
 
@@ -86,7 +88,7 @@ def b200() -> list[Step]:
             overlap=False,
         )
         model = Transformer(layers=size("l"), sequence=size("seq", 4096), **sizes)
-        group = "DeepSeek-V2 and V3" if "deepseek" in kind else "Llama 3 70B and 405B"
+        group = "4 layers of DeepSeek-V2 or V3" if "deepseek" in kind else "12 layers of Llama 3 70B, or 4 of 405B,"
         estimate = Estimate(model, layout, device("b200"))
         seconds = float(milliseconds) / 1e3
         found.append(
@@ -191,6 +193,105 @@ def torchtitan() -> list[Step]:
     return [Step(group, "70B on 256 GPUs, FSDP 32, TP 8", 16 * 8192 / 8 / 597.3, estimate)]
 
 
+# --- MosaicML llm-foundry, scripts/train/benchmarking/README.md: MPT in 16 bits on H100, whose links it does not state
+
+MPT = {  # layers, hidden, heads: scripts/train/yamls/pretrain; the parameters that they give are the table's
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+
+
+def mpt() -> list[Step]:
+    """Each row of H100 in 16 bits; FSDP's FULL_SHARD is ZeRO 3, and its SHARD_GRAD_OP ZeRO 2."""
+    found = []
+    for line in (Path(__file__).parent / "layouts" / "mpt.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        name, *numbers, recompute = line.split()
+        sequence, gpus, size, microbatches, rate, zero = map(int, numbers)
+        layers, hidden, heads = MPT[name]
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocab": 50368}
+        model = Transformer(**sizes, sequence=sequence, gated=False, tied=True)
+        more = {"microbatches": microbatches, "microbatch": size, "recompute": recompute}
+        estimate = Estimate(model, Layout(replicas=gpus, zero=zero, **more), device("h100"))
+        row = f"{name} on {gpus}, {sequence:,} tokens, {microbatches} x {size}, {recompute}"
+        group = "MPT 760M to 70B on 8 to 512 H100 (llm-foundry 2024)"
+        found.append(Step(group, row, gpus * microbatches * size * sequence / rate, estimate))
+    return found
+
+
+# --- BLOOM (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md): layouts of February 25, 2022 ---
+
+BLOOM = {  # replicas, tensor, ranks, micro-batch: sequences of a step, seconds; the first of two equal rows
+    (8, 8, 6, 4): (2048, 114.11),
+    (4, 8, 12, 4): (2048, 117.07),
+    (4, 8, 12, 2): (2048, 128.82),
+    (6, 8, 8, 4): (2016, 113.16),
+    (12, 8, 4, 2): (2016, 125.52),
+    (12, 8, 4, 4): (2016, 114.81),
+    (24, 8, 2, 1): (2016, 145.45),
+    (24, 8, 2, 2): (2016, 136.13),
+    (8, 4, 12, 4): (2048, 111.89),
+    (8, 4, 12, 2): (2048, 110.48),
+    (16, 4, 6, 4): (2048, 117.11),
+    (16, 4, 6, 2): (2048, 111.71),
+    (16, 2, 12, 2): (2048, 112.5),
+    (8, 2, 24, 1): (2048, 119.53),
+    (8, 2, 24, 2): (2048, 122.75),
+    (4, 4, 24, 1): (2048, 130.6),
+}
+
+
+def bloom() -> list[Step]:
+    """Each layout of 384 A100s whose micro-batches are a power of two; nodes have four links of 100 Gb/s."""
+    found, nodes = [], device("a100", between=4 * 12.5e9 / 8)
+    model = Transformer(layers=72, hidden=14336, heads=64, ffn=4 * 14336, **(GPT | {"vocab": 250880}))
+    for (replicas, tensor, ranks, size), (batch, seconds) in BLOOM.items():
+        sizes = {"replicas": replicas, "tensor": tensor, "pipeline": ranks, "microbatch": size, "zero": 1}
+        layout = Layout(**sizes, microbatches=batch // replicas // size, recompute="full", overlap=False)
+        name = f"TP {tensor}, DP {replicas}, PP {ranks}, {size} in a micro-batch, batch {batch:,}"
+        group = "181B on 384 A100 (BLOOM 2022)"
+        found.append(Step(group, name, seconds, Estimate(model, layout, nodes)))
+    return found
+
+
+# --- Qwen3 235B (yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md): every row of it with a step's seconds
+
+QWEN = {  # tensor, expert, ranks, stages on each, replicas; micro-batch, recomputation, ZeRO; seconds
+    "TP 2, EP 32, PP 8": ((2, 32, 8, 4, 16), (1, "none", 1), 19.7),
+    "TP 2, EP 32, PP 8, all-to-all overlapped": ((2, 32, 8, 4, 16), (1, "none", 1), 17.6),
+    "TP 2, EP 8, FSDP": ((2, 8, 1, 1, 128), (4, "full", 3), 17.6),
+    "TP 2, EP 8, PP 32": ((2, 8, 32, 3, 4), (1, "none", 1), 24.2),
+    "TP 4, EP 8, PP 8": ((4, 8, 8, 4, 8), (1, "none", 1), 29.0),
+}
+
+
+def qwen() -> list[Step]:
+    """Each row on 256 H100s; that norms and activations are computed again is left out."""
+    found = []
+    sizes = {"layers": 94, "hidden": 4096, "heads": 64, "kv_heads": 4, "head": 128, "ffn": 12288, "vocab": 151936}
+    model = Transformer(**sizes, sequence=4096, experts=128, active=8, expert_ffn=1536)
+    for name, ((tensor, expert, ranks, stages, replicas), (size, recompute, zero), seconds) in QWEN.items():
+        layout = Layout(
+            tensor=tensor,
+            expert=expert,
+            pipeline=ranks,
+            stages_per_rank=stages,
+            replicas=replicas,
+            schedule="interleaved-1f1b" if stages > 1 else "1f1b",
+            microbatches=2048 // replicas // size,
+            microbatch=size,
+            recompute=recompute,
+            zero=zero,
+        )
+        group = "Qwen3 235B, 128 experts, on 256 H100 (Megatron-MoE-ModelZoo 2025)"
+        found.append(Step(group, name, seconds, Estimate(model, layout, device("h100"))))
+    return found
+
+
 # --- Llama 3 (arXiv:2407.21783): table 4, rows of 8,192 tokens --------------------------------------------------------
 
 
@@ -222,14 +323,38 @@ def summary(steps: list[Step]) -> str:
     return f"| {steps[0].group} | {len(times)} | " + " | ".join(cells + ["not stated", ""][: 4 - len(cells)]) + " |"
 
 
+@cache
 def groups() -> list[list[Step]]:
     """All steps, by group."""
-    every = [*b200(), *korthikanti(), *megatron(), *megascale(), *llama(), *torchtitan()]
+    every = [*b200(), *korthikanti(), *megatron(), *megascale(), *llama(), *torchtitan(), *mpt(), *bloom(), *qwen()]
     return [[each for each in every if each.group == group] for group in dict.fromkeys(each.group for each in every)]
 
 
-if __name__ == "__main__":
-    lines = [*map(summary, groups())]
+def kinds(wrong: list[tuple[str, float]]) -> dict[str, tuple[int, int, int]]:
+    """Return for each kind how many errors there are, and the narrowest range of percents that 90 % of them are in."""
+    found = {}
+    for kind in dict.fromkeys(kind for kind, _ in wrong):
+        own = sorted(error for each, error in wrong if each == kind)
+        most = len(own) - len(own) // 10
+        *_, start = min((own[at + most - 1] - own[at], at) for at in range(len(own) - most + 1))
+        found[kind] = (len(own), math.floor(own[start]), math.ceil(own[start + most - 1]))
+    return found
+
+
+def page() -> str:
+    """Return the tables of docs/results/layouts.md: every group, and every step."""
+    lines = [
+        "| what was measured | steps predicted | median error, step time | largest | median error, memory | largest |",
+        "|---|---|---|---|---|---|",
+        *map(summary, groups()),
+    ]
     for steps in groups():
-        lines += ["", steps[0].group, *(each.row for each in steps)]
-    sys.stdout.write("\n".join([*lines, ""]))
+        head = f"| {steps[0].group} | measured, s | predicted, s | error |"
+        lines += ["", head, "|---|---|---|---|", *(each.row for each in steps)]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    predicted = [each for steps in groups() for each in steps if not each.fitted]
+    sys.stdout.write(f"{kinds([(each.estimate.kind, 100 * each.error) for each in predicted])}\n")

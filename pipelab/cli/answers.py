@@ -127,10 +127,11 @@ def layout(
         int | None, typer.Option(min=1, help="sequences in a step; by default, four million tokens")
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens in a sequence, instead of the file's")] = None,
+    margin: Annotated[float, typer.Option(min=0, max=0.9, help="share of the memory left for the runtime")] = 0.06,
     top: Annotated[int, typer.Option(min=1, help="how many layouts to show")] = 10,
     save: SaveTable = None,
 ) -> None:
-    """Say which layout is the quickest that fits.
+    """Rank the layouts of a dense model that fit.
 
     Tensor, context, expert, data and pipeline parallelism, ZeRO, schedule, micro-batches and recomputation; and the
     quickest one's step, term by term.
@@ -143,7 +144,9 @@ def layout(
     For example: pipelab layout config.json --gpus 64 --memory 80 --sequence 8192
     """
     require_writable(save, TABLE)
-    found = pipelab.layout(model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, top=top)
+    found = pipelab.layout(
+        model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, margin=margin, top=top
+    )
     print_and_save(found.table, save)
     print_and_save(found.terms, None)
 

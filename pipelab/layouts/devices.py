@@ -30,8 +30,8 @@ class Device:
         memory_share: which share of `bandwidth` other operations reach.
         link_share: which share of `inside` and `between` collectives reach.
         launch: seconds that each other operation takes, however small.
-        inside_latency, between_latency: seconds that each message takes, however small.
-        fitted: the step that `matrices` was fitted to.
+        inside_latency, between_latency: seconds that each message of a collective takes, however small.
+        fitted: the step that `matrices` was fitted to; empty without one.
         source: where the other figures are from.
     """
 
@@ -58,10 +58,6 @@ class Device:
         near, far = self.inside * self.link_share, self.between * self.link_share * members
         return (self.inside_latency, near) if inside else (self.between_latency, min(near, far))
 
-    def group(self, size: int, stride: int = 1) -> Group:
-        """Return so many devices, each so many numbers after the one before."""
-        return Group(self, size, stride)
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -69,7 +65,7 @@ class Group:
 
     device: Device
     size: int
-    stride: int
+    stride: int = 1
 
     @property
     def near(self) -> int:

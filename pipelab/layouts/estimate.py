@@ -1,4 +1,4 @@
-"""How long a step of a layout takes, what each rank holds, and what travels: term by term."""
+"""A ranker of layouts of dense models: a step's time, what each rank holds, and what travels, term by term."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _passes(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout does with a model on a kind of device.
+    """What a layout does with a model on a kind of device: good for ranking layouts of dense models.
 
     Attributes:
         model: the model.
@@ -200,15 +200,6 @@ class Estimate:
         if why:
             raise UsageError(f"no such layout: {why}")
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The pipeline's schedule.
-
-        Raises:
-            UsageError: if it cannot have these sizes.
-        """
-        return _schedule(*self._sizes)
-
     @property
     def _sizes(self) -> tuple[str, int, int, int]:
         each = self.layout
@@ -222,11 +213,11 @@ class Estimate:
         each, device = self.layout, self.device
         inner = each.tensor * each.context
         return {
-            "tensor": device.group(each.tensor),
-            "context": device.group(each.context, each.tensor),
-            "expert": device.group(each.expert),
-            "data": device.group(each.context * each.replicas, each.tensor),
-            "expert data": device.group(inner * each.replicas // each.expert, each.expert),
+            "tensor": Group(device, each.tensor),
+            "context": Group(device, each.context, each.tensor),
+            "expert": Group(device, each.expert),
+            "data": Group(device, each.context * each.replicas, each.tensor),
+            "expert data": Group(device, inner * each.replicas // each.expert, each.expert),
         }
 
     # --- one layer, one micro-batch ----------------------------------------------------------------------------------
@@ -320,13 +311,17 @@ class Estimate:
             for part, each in zip(parts, _passes(self.model, self.device, layer, *sizes), strict=True):
                 for name, seconds in each.items():
                     part[name] = part.get(name, 0.0) + count * seconds
-        for part, (weights, gradients) in zip(parts, _PASSES[self.layout.zero], strict=True):
-            if stage == len(self.stages) - 1:
-                products = 2 * self.model.hidden * self.model.vocab * self.tokens / self.layout.tensor
+        if stage == len(self.stages) - 1:
+            products = 2 * self.model.hidden * self.model.vocab * self.tokens / self.layout.tensor
+            for part in parts:
                 part["head"] = products / (self.device.peak * self.device.matrices)
+        spare = 0.0  # of the backward for inputs, behind which gradients travel too
+        for part, (weights, gradients) in zip(parts, _PASSES[self.layout.zero], strict=True):
+            spare = sum(part.values()) + (spare if part is parts[2] else 0)
             if weights or gradients:
-                seconds = self._data(stage, weights, gradients) - self.layout.overlap * sum(part.values())
-                part["data parallelism"] = max(0.0, seconds)
+                seconds = self._data(stage, weights, gradients)
+                part["data parallelism"] = max(0.0, seconds - self.layout.overlap * spare)
+                spare = max(0.0, spare - seconds)
         return parts
 
     @cached_property
@@ -350,10 +345,10 @@ class Estimate:
     def _data(self, stage: int, weights: int, gradients: int) -> float:
         """Return the seconds in which the replicas pass a stage's weights and gradients so many times."""
         each = weights * WEIGHT + gradients * GRADIENT
-        held = [(self.groups[name], own * each) for name, own in zip(_DATA, self._held[stage], strict=True) if own]
+        held = [(self.groups[name], own * each) for name, own in zip(_DATA, self._held[stage], strict=True)]
         if self.layout.zero == 0:
-            return sum(group.all_reduce(size / 2) for group, size in held)
-        return sum(group.ring(size) for group, size in held)
+            return sum(group.all_reduce(size / 2) for group, size in held if size)
+        return sum(group.ring(size) for group, size in held if size)
 
     @cached_property
     def after(self) -> list[Terms]:
@@ -361,10 +356,13 @@ class Estimate:
         return self._each(self._after)
 
     def _after(self, stage: int) -> Terms:
-        hidden = self.layout.overlap * sum(self._spent[stage])
+        forward, *backward = self._spent[stage]
+        (weights, gradients), overlap = _AFTER[self.layout.zero], self.layout.overlap
+        behind_forward = max(0.0, self._data(stage, weights, 0) - overlap * forward)
+        behind_backward = max(0.0, self._data(stage, 0, gradients) - overlap * sum(backward))
         update = self._shared(1, stage) * (GRADIENT + 2 * OPTIMIZER + WEIGHT)
         return {
-            "data parallelism": max(0.0, self._data(stage, *_AFTER[self.layout.zero]) - hidden),
+            "data parallelism": behind_forward + behind_backward,
             "optimizer": update / (self.device.bandwidth * self.device.memory_share),
         }
 
@@ -421,6 +419,17 @@ class Estimate:
     def _ranks(self) -> list[int]:
         """The rank of each stage."""
         return _places(*self._sizes)
+
+    @property
+    def kind(self) -> str:
+        """The kind of step it is, by which `pipelab.layouts.published.errors` says how wrong estimates were."""
+        if self.model.experts:
+            return "mixture of experts"
+        if self.model.sequence > 8192:
+            return "long sequences"
+        if self.model.parameters < 2e9:
+            return "small model"
+        return "dense" if self.layout.recompute == "none" else "dense, recomputed"
 
     # --- the pipeline ------------------------------------------------------------------------------------------------
 

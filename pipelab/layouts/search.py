@@ -1,11 +1,11 @@
-"""Every layout of a model on so many devices that fits their memory, the quickest first."""
+"""A ranker for dense models: every layout on so many devices that fits their memory, the quickest first."""
 
 from __future__ import annotations
 
 import os
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pipelab.errors import UsageError, require_size
 from pipelab.layouts.devices import Device
 from pipelab.layouts.devices import device as named
 from pipelab.layouts.estimate import Estimate, Layout
+from pipelab.layouts.published import errors
 from pipelab.layouts.transformer import Transformer
 from pipelab.table import Column, Table
 
@@ -24,6 +25,9 @@ _SHORT = 4096
 """Sequences are cut into no shorter parts."""
 
 _SIZES = ("tensor", "context", "expert", "replicas", "pipeline")
+_SEQUENCE = 8192
+"""How many tokens a sequence has if nothing is said, and the model allows as many."""
+
 _TOKENS = 4 * 2**20
 """How many tokens a step has if nothing else is said."""
 
@@ -36,16 +40,39 @@ class Layouts:
         estimates: each layout with its times and bytes, the quickest first.
         tried: how many layouts there are, in any memory.
         full: how many of them do not fit even one micro-batch into the memory.
+        memory: the bytes of each device, and the share of them that is left for the runtime.
+        longest: the tokens that the model's file allows in a sequence, if 8,192 were taken instead; else 0.
     """
 
     estimates: tuple[Estimate, ...]
     tried: int
     full: int
+    memory: tuple[float, float]
+    longest: int = 0
 
     @property
     def best(self) -> Estimate:
         """The quickest."""
         return self.estimates[0]
+
+    @property
+    def question(self) -> str:
+        """What was asked and assumed, and how wrong the times may be; doubts come first."""
+        best, (memory, margin) = self.best, self.memory
+        model, device, layout = best.model, best.device, best.layout
+        doubts = ["a mixture of experts"] * bool(model.experts)
+        doubts += [f"nothing was fitted to {device.name}"] * (not device.fitted)
+        active = f" ({model.active_parameters / GB:.1f} active)" * bool(model.experts)
+        assumed = f" (assumed: the model allows {self.longest:,})" * bool(self.longest)
+        batch = layout.replicas * layout.microbatches * layout.microbatch
+        rows, least, most = errors[best.kind]
+        return (
+            (f"Times not to be believed: {' and '.join(doubts)}. " if doubts else "")
+            + f"{model.parameters / GB:.1f} billion parameters{active}; {batch:,} sequences of {model.sequence:,} "
+            f"tokens{assumed}; {layout.devices:,} {device.name} of {memory / GB:g} GB, {100 * margin:g} % of it left "
+            f"for the runtime. Fitted: {device.fitted or 'nothing'}. Error to expect in a time ({best.kind}): "
+            f"{least:+} to {most:+} %, as in 90 % of {rows} published steps."
+        )
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -68,7 +95,7 @@ class Layouts:
         ]
         what = f"{self.tried} layouts of {self.best.layout.devices} {self.best.device.name}"
         notes = [f"{what}; {self.full} of them cannot hold one micro-batch."]
-        return Table(self.rows, columns, notes=notes)
+        return Table(self.rows, columns, notes=notes, title=self.question)
 
     @property
     def terms(self) -> Table:
@@ -116,10 +143,11 @@ def layout(
     device: Device | str = "h100",
     batch: int | None = None,
     sequence: int | None = None,
+    margin: float = 0.06,
     top: int = 10,
     schedules: Sequence[str] = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half"),
 ) -> Layouts:
-    """Return the quickest layouts of a model on so many devices that fit their memory.
+    """Return the quickest layouts of a model on so many devices that fit their memory: a ranker for dense models.
 
     All sizes of tensor, context, expert, data and pipeline parallelism are tried that divide the devices, with every
     level of ZeRO, micro-batch, schedule, number of stages and recomputation; sequences are cut into parts of 4,096
@@ -132,7 +160,9 @@ def layout(
         memory: how many GB (10⁹ bytes) each has; by default, the device's own.
         device: the kind of device, by its name in `devices.toml`.
         batch: how many sequences a step has; by default, as many as have four million tokens.
-        sequence: how many tokens a sequence has, instead of the file's number.
+        sequence: how many tokens a sequence has; by default a TOML file's number, and for a `config.json`, which states
+            only the most that the model allows, 8,192 or that.
+        margin: the share of the memory that is left for the runtime: its context, communication buffers, fragments.
         top: how many layouts to return.
         schedules: the schedules to try, by name.
 
@@ -148,10 +178,14 @@ def layout(
         UsageError: if no layout fits, or if a number or name cannot be.
         FormatError: if the file has no model's sizes.
     """
+    longest = 0
     if not isinstance(model, Transformer):
-        model = Transformer.load(model, sequence)
+        path, model = model, Transformer.load(model, sequence)
+        if sequence is None and Path(path).suffix == ".json" and model.sequence > _SEQUENCE:
+            model, longest = replace(model, sequence=_SEQUENCE), model.sequence
     kind = named(device) if isinstance(device, str) else device
-    cap = kind.memory if memory is None else memory * GB
+    held = kind.memory if memory is None else memory * GB
+    cap = held * (1 - margin)
     batch = max(1, _TOKENS // model.sequence) if batch is None else require_size("batch", batch)
     tried = [
         Estimate(model, each, kind) for each in _layouts(model, kind, require_size("gpus", gpus), batch, schedules)
@@ -168,9 +202,10 @@ def layout(
         least = min((each.one_microbatch for each in tried), default=0) / GB
         raise UsageError(
             f"none of {len(tried)} layouts of {batch} sequences on {gpus} devices fits into {cap / GB:g} GB"
+            + f" ({100 * margin:g} % are left for the runtime)" * bool(margin)
             + (f": each needs {least:.1f} GB or more\n  try: more devices" if tried else "")
         )
-    return Layouts(tuple(each for *_, each in found), len(tried), len(tried) - len(fitting))
+    return Layouts(tuple(each for *_, each in found), len(tried), len(tried) - len(fitting), (held, margin), longest)
 
 
 def _divisors(number: int) -> list[int]:

@@ -182,14 +182,18 @@ class Transformer:
         layers, ends = [self.layer(number) for number in range(self.layers)], self.vocab * (2 - self.tied)
         return sum(each.parameters + each.experts for each in layers) + self.hidden * (ends + self.positions)
 
+    @property
+    def active_parameters(self) -> int:
+        """How many of them a token passes."""
+        return self.parameters - sum(each.experts - each.routed for each in map(self.layer, range(self.layers)))
+
     def flops(self, sequences: int) -> float:
         """Return the model FLOPs of a step on so many sequences; see `model_flops`.
 
         Without experts and with `ffn=4 * hidden` it is equation 3 of Megatron-LM (Narayanan et al. 2021,
         arXiv:2104.04473) without what is computed twice: `72 B L s h² (1 + s / 6h + V / 12hL)`.
         """
-        layers = [self.layer(number) for number in range(self.layers)]
-        passed = sum(each.parameters + each.routed for each in layers) + self.hidden * self.vocab
+        passed = self.active_parameters - self.hidden * self.vocab * (not self.tied)
         width = self.heads * (self.head + self.rope / 2)
         tokens = sequences * self.sequence
         return model_flops(passed, self.layers, width, self.seen, tokens)  # type: ignore[arg-type]

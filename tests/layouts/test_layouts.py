@@ -69,6 +69,53 @@ def test_a_search_finds_what_trying_everything_finds():
         assert [each - estimate.working for each in estimate.bytes] == pytest.approx(estimate.use.peaks)
 
 
+def test_an_answer_begins_with_the_question_and_what_to_expect():
+    found = pipelab.layout(Transformer(**SMALL), gpus=2, batch=4, top=1)
+    said = " ".join(str(found).split())
+    assert said.startswith("0.2 billion parameters; 4 sequences of 4,096 tokens; 2 h100 of 80 GB, 6 % of it left for")
+    assert "Fitted: Llama 3 (arXiv:2407.21783), table 4: 8,192 GPUs." in said
+    assert "Error to expect in a time (small model): -36 to -10 %, as in 90 % of 19 published steps." in said
+    experts = Transformer(**SMALL, experts=8, active=2, expert_ffn=1024)
+    said = pipelab.layout(experts, gpus=2, batch=4, top=1, device="mi300x", memory=100, margin=0.1).question
+    assert said.startswith(
+        "Times not to be believed: a mixture of experts and nothing was fitted to mi300x. 0.3 billion"
+    )
+    assert f"({experts.active_parameters / 1e9:.1f} active)" in said
+    assert experts.active_parameters == experts.parameters - 8 * 6 * 3 * 1024 * 1024  # 2 of 8 experts in 8 layers
+    assert "100 GB, 10 % of it left" in said
+    assert "Fitted: nothing." in said
+    assert not [name for name in ("a100", "h100", "h200", "b200") if not device(name).fitted]
+    assert not [name for name in ("h800", "mi300x", "mi355x") if device(name).fitted]
+
+
+def test_without_a_sequence_a_configurations_longest_is_not_taken(tmp_path):
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2}
+    config |= {"intermediate_size": 512, "vocab_size": 1000}
+    path = tmp_path / "config.json"
+    for longest, taken in ((131072, "8,192 tokens (assumed: the model allows 131,072);"), (1024, "1,024 tokens;")):
+        path.write_text(json.dumps(config | {"max_position_embeddings": longest}))
+        assert taken in pipelab.layout(path, gpus=1, batch=1, top=1).question
+        assert "2,048 tokens;" in pipelab.layout(path, gpus=1, batch=1, sequence=2048, top=1).question
+
+
+def test_the_margin_stays_free():
+    model, few = Transformer(**SMALL), {"gpus": 2, "batch": 4, "memory": 4, "schedules": ["1f1b"]}
+    (least,) = pipelab.layout(model, **few, margin=0, top=1).estimates
+    margin = 1 - 1.01 * max(least.bytes) / 4e9
+    assert max(pipelab.layout(model, **few, margin=margin, top=1).best.bytes) <= 4e9 * (1 - margin)
+    with pytest.raises(UsageError, match=r"fits into 0.04 GB \(99 % are left for the runtime\): each needs"):
+        pipelab.layout(model, **few, margin=0.99)
+
+
+@pytest.mark.parametrize("speed", [1e9, 25e9])
+def test_zero_1_and_2_take_the_same_time_where_they_send_the_same(speed):
+    slow = device("a100", between=speed, inside=8 * speed)
+    times = [Estimate(Transformer(**SMALL), Layout(replicas=16, zero=zero), slow).seconds for zero in (1, 2)]
+    assert times[0] == pytest.approx(times[1], rel=1e-12)
+    many = [Estimate(Transformer(**SMALL), Layout(replicas=16, zero=zero, microbatches=4), slow) for zero in (1, 2)]
+    assert many[0].sent["data"] < many[1].sent["data"]
+
+
 def test_what_fits_nowhere_is_refused_with_the_least_that_is_needed():
     with pytest.raises(UsageError, match="each needs"):
         pipelab.layout(Transformer(**SMALL), gpus=2, memory=0.1, batch=2)

@@ -15,8 +15,8 @@ class OneFOneB(SingleStage):
         rank 1 |    F0 F1    B0 F2 B1 F3 B2 F4 B3    B4
         rank 2 |       F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-    It takes as long as GPipe, but rank `r` of `P` holds at most `P - r` activations. So a larger batch fits, with more
-    micro-batches, which shrink the bubble. Fewer micro-batches than ranks are fine.
+    With equal stages it takes as long as GPipe, but rank `r` of `P` holds at most `P - r` activations. So a larger
+    batch fits, with more micro-batches, which shrink the bubble. Fewer micro-batches than ranks are fine.
 
     Example:
         >>> import pipelab

@@ -41,19 +41,13 @@ def simulate(
         replicas: how many copies of the pipeline share the batch, each with as many micro-batches as the plan has. All
             do the same at the same times, so the trace has only the first one, with the all-reduces of its stages:
             64 replicas take no longer to simulate than one. `replicate` lays out all of them.
-        order: in which order each rank posts its sends and receives. A send comes right after the action that makes
-            its value; in `"by-time"`, it may come later. `"pytorch"`: a receive comes as early as its send can be
-            placed, as PyTorch lowers a plan (`torch.distributed.pipelining.schedules._add_send_recv`). `"at-use"`:
-            right before the action that needs it. `"deferred"`: as PyTorch with `defer_pp_recv` (from 2.13 on), where
-            the lower of two ranks receives before it sends to the other. `"by-time"`: in one order of all transfers
-            that pipelab chooses for these costs; it cannot hang in any queue.
-        transport: which transfers wait for each other. `"buffered"`: none. Every value simply arrives, and the order
-            does not matter, as papers assume, and as on gloo. In all others, an overlapped pair sends its values after
-            both of its halves. In a queue, a send and its receive meet: the transfer starts when it is first in the
-            queues of both its ranks, and blocks both while it travels. `"rank"`: one queue for each rank. `"pair"`: one
-            for each pair of ranks. `"edge"`: one for each directed pair. `"holding"`: no queue, but each rank runs its
-            row strictly in order, and waits at each receive for the value. The page "The wire" lists which backend does
-            what.
+        order: where each rank posts its receives. `"pytorch"`: as early as the send can be placed, as PyTorch does.
+            `"at-use"`: right before the action that needs the value. `"deferred"`: as PyTorch with `defer_pp_recv`.
+            `"by-time"`: where no queue can hang, in an order that pipelab chooses for these costs.
+        transport: which transfers wait for each other. `"buffered"`: none, as papers assume. `"rank"`, `"pair"`,
+            `"edge"`: those in a queue of a rank, of a pair of ranks, or of a directed pair. `"holding"`: a rank waits
+            at each receive for its value. In all but the first, an overlapped pair sends its values after both of its
+            halves. [The wire](../wire.md) explains orders and transports.
         max_outstanding_sends: how many sends of a rank may be under way together, by default any number. A rank waits
             for an earlier send before one that would be one too many, as PyTorch's runtime does from 2.15 on.
 

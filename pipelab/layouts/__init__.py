@@ -1,4 +1,4 @@
-"""Which layout should I use? The time, memory and traffic of a transformer's training step, and the quickest layout.
+"""Which layout should I use? A ranker for dense transformers: a training step's time, memory and traffic.
 
 - `transformer`: a model's sizes: parameters, floating-point operations, activation bytes
 - `devices`: devices, their links, and collectives on them

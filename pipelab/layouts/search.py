@@ -66,12 +66,12 @@ class Layouts:
         assumed = f" (assumed: the model allows {self.longest:,})" * bool(self.longest)
         batch = layout.replicas * layout.microbatches * layout.microbatch
         rows, least, most = errors[best.kind]
+        expected = f"{least:+} to {most:+} %, as in 90 % of {rows} published steps" if device.fitted else "unknown"
         return (
             (f"Times not to be believed: {' and '.join(doubts)}. " if doubts else "")
             + f"{model.parameters / GB:.1f} billion parameters{active}; {batch:,} sequences of {model.sequence:,} "
             f"tokens{assumed}; {layout.devices:,} {device.name} of {memory / GB:g} GB, {100 * margin:g} % of it left "
-            f"for the runtime. Fitted: {device.fitted or 'nothing'}. Error to expect in a time ({best.kind}): "
-            f"{least:+} to {most:+} %, as in 90 % of {rows} published steps."
+            f"for the runtime. Fitted: {device.fitted or 'nothing'}. Error to expect ({best.kind}): {expected}."
         )
 
     @property
@@ -132,6 +132,8 @@ def row(estimate: Estimate) -> dict[str, object]:
         "bytes": max(estimate.bytes),
         "inside": inside,
         "between": between,
+        **{name: getattr(estimate.model, name) for name in ("parameters", "sequence")},
+        "device": estimate.device.name,
     }
 
 

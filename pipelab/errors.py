@@ -16,7 +16,7 @@ from typing import Any
 __all__ = [
     "MOST_SLOTS", "NO_TORCH", "BatchError", "CostError", "DeviceError", "EngineError", "FormatError", "LossError",
     "PipelabError", "RankError", "SplitError", "StageError", "StepTimeoutError", "UsageError", "VerificationError",
-    "clean", "require_caps", "require_size", "require_slots", "require_suffix",
+    "clean", "counted", "require_caps", "require_size", "require_slots", "require_suffix",
 ]  # fmt: skip
 
 MOST_SLOTS = 1 << 22
@@ -116,6 +116,11 @@ def clean(text: str, keep: str = "") -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something: `1 rank`, `2 micro-batches`."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
+
+
 def require_size(name: str, value: Any, most: int = MOST_SLOTS) -> int:
     """Return a positive whole number as Python's `int`."""
     try:
@@ -133,8 +138,8 @@ def require_slots(stages: int, microbatches: int) -> None:
     """Refuse a plan that would fill the memory."""
     if stages * microbatches > MOST_SLOTS:
         raise UsageError(
-            f"{stages} stages x {microbatches} micro-batches are {stages * microbatches}, and a plan may have at most "
-            f"{MOST_SLOTS}\n  try: {MOST_SLOTS // stages} micro-batches or fewer"
+            f"{counted(stages, 'stage')} x {microbatches} micro-batches are {stages * microbatches}: a plan may have "
+            f"at most {MOST_SLOTS}\n  try: {counted(MOST_SLOTS // stages, 'micro-batch')} or fewer"
         )
 
 
@@ -143,8 +148,8 @@ def require_caps(memory_cap: Any, ranks: int, name: str = "memory_cap") -> list[
     if not isinstance(memory_cap, Sequence) or isinstance(memory_cap, str):
         return [require_size(name, memory_cap, sys.maxsize)] * ranks
     if len(memory_cap) != ranks:
-        count = f"{len(memory_cap)} number{'' if len(memory_cap) == 1 else 's'}"
-        raise UsageError(f"{name} has {count} for {ranks} ranks: give one number, or one per rank")
+        count = f"{counted(len(memory_cap), 'number')} for {counted(ranks, 'rank')}"
+        raise UsageError(f"{name} has {count}: give one number, or one per rank")
     return [require_size(name, cap, sys.maxsize) for cap in memory_cap]
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from pipelab.checking.checker import Faults, as_plan, require_legal
-from pipelab.errors import require_size, require_slots
+from pipelab.errors import counted, require_size, require_slots
 from pipelab.plan.actions import RESHARD, UNSHARD, Action, Item, Pair
 from pipelab.plan.all_reduce import with_reduces
 from pipelab.plan.binding import After
@@ -273,7 +273,7 @@ def _iterable(returned: Any) -> Iterable[object]:
     if isinstance(returned, Sequence) and not isinstance(returned, str) and any(map(_is_row, returned)):
         rows = sum(map(_is_row, returned))
         raise TypeError(
-            f"actions(rank) returned {rows} list{'s' if rows > 1 else ''} within a list, {shorten(returned)}: return "
+            f"actions(rank) returned {counted(rows, 'list')} within a list, {shorten(returned)}: return "
             "one list with the actions of this rank only, or join the lists"
         )
     if isinstance(returned, (Mapping, AbstractSet)):
@@ -306,7 +306,7 @@ def _is_row(item: object) -> bool:
 
 
 def _raised(schedule: Schedule, rank: int, row: list[object], error: Exception) -> Fault:
-    after = f" after {len(row)} action{'s' if len(row) > 1 else ''}, the last one {shorten(row[-1])}" if row else ""
+    after = f" after {counted(len(row), 'action')}, the last one {shorten(row[-1])}" if row else ""
     line = students_line(error, schedule.actions)
     message = f"actions({rank}) raised {type(error).__name__}{after}: {error}\n  at {line}"
     hint = "fix that line; the schedule itself was not checked yet"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from pipelab.catalogue.bases import VShaped
-from pipelab.errors import UsageError, require_size
+from pipelab.errors import UsageError, counted, require_size
 from pipelab.plan.actions import HALVES, TRAITS, Action, B, F, I, whole
 from pipelab.plan.plan import Plan
 
@@ -172,7 +172,7 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     stages = range(1 + max((action.stage or 0 for action in starts), default=0))
     ranks_of = tuple(stages if place is None else map(whole, place))
     if len(ranks_of) != len(stages):
-        raise UsageError(f"place={list(ranks_of)}: expected {len(stages)} ranks, one for each stage")
+        raise UsageError(f"place={list(ranks_of)}: expected {counted(len(stages), 'rank')}, one for each stage")
     return BuildingBlock(starts, require_size("interval", interval), ranks_of)
 
 

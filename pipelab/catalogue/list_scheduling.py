@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from pipelab.checking.memory import Memory
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.plan.actions import Action, Kind
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.fault import Fault, ScheduleError, shorten
@@ -182,7 +182,7 @@ class _Simulation:
             last: Kind = "W" if self.split else "B"
             releases = [replace(done, kind=last) for done in self.started[rank] if done.traits.forward]
             release = next(each for each in releases if each not in self.started[rank])
-            count = f"{self.held[rank]} activation{'s' * (self.held[rank] > 1)}"
+            count = counted(self.held[rank], "activation")
             limited = f"rank {rank} holds {count} (memory_cap {self.caps[rank]})"
             message = f"{limited}: {waiting} cannot start before {release} releases one, and {release} waits too"
             hint = f"give rank {rank} a memory_cap of more than {self.caps[rank]}, or none"

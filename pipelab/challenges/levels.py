@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelab.catalogue import schedules
 from pipelab.checking.checker import check
-from pipelab.errors import PipelabError, UsageError
+from pipelab.errors import PipelabError, UsageError, counted
 from pipelab.files import teacher
 from pipelab.plan.actions import HALVES, TRAITS, Kind
 from pipelab.plan.plan import Plan
@@ -100,7 +100,7 @@ class Level:
     def given(self) -> str:
         """The sizes and rules in one line."""
         stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
-        cap = f"; at most {self.cap} activations on a rank" if self.cap else ""
+        cap = f"; at most {counted(self.cap, 'activation')} on a rank" if self.cap else ""
         latency = f", latency {self.latency:g}" if self.latency else ""
         kinds = "F, B, or I and W instead of B" if self.split else "F and B"
         per = f", shared by the rank's {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""

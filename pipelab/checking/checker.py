@@ -24,7 +24,7 @@ from pipelab.checking.residency import residency
 from pipelab.checking.rules import misplaced, missing
 from pipelab.checking.transfers import misposted, transfer_deadlocks
 from pipelab.display import show
-from pipelab.errors import clean, require_caps, require_size
+from pipelab.errors import clean, counted, require_caps, require_size
 from pipelab.plan.actions import HALVES, Action
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import Codes
@@ -383,8 +383,8 @@ def _too_old(bound: BoundPlan, rank: int, versions: int) -> Iterator[Fault]:
         if not (traits.forward or traits.updates) and newest - version >= versions:
             action = bound.codes.action(code)
             what = (
-                f"on rank {rank} needs version {version} of stage {stage}'s weights, which {stage}F{m} used; "
-                f"{newest - version} updates later, a rank that keeps {versions} has it no more"
+                f"on rank {rank} needs version {version} of stage {stage}'s weights, which {stage}F{m} used: "
+                f"{counted(newest - version, 'update')} ago, and the rank keeps {counted(versions, 'version')}"
             )
             hint = f"run {action} before the updates, or keep {newest - version + 1} versions"
             yield _cap_fault(bound, rank, index, what, hint)

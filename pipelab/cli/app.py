@@ -69,7 +69,7 @@ from pipelab.cli.printing import (
 )
 from pipelab.cli.targets import existing
 from pipelab.draw import differences, text
-from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean
+from pipelab.errors import NO_TORCH, PipelabError, UsageError, clean, counted
 from pipelab.hub import chakra, profiles, torchtitan
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -152,15 +152,16 @@ def check(
     plan = simulate(subject).plan
     actions = sum(map(len, plan.bound.lists))
     say(f"{name} is right: {actions} actions, no fault")
-    passes = "once forward" if plan.forwards_only else "once forward and once backward"
-    say(f"every micro-batch goes through all {plan.stages} stages {passes}; no rank gets stuck")
+    stages = f"all {plan.stages} stages" if plan.stages > 1 else "its only stage"
+    backward = " and once backward" * (not plan.forwards_only)
+    say(f"every micro-batch goes through {stages} once forward{backward}; no rank gets stuck")
     if faults.transports:
         say(faults.transports)
     elif transport != "buffered":
         say(f"with order {order} and transport {transport}, no send or receive gets stuck either")
     replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
     if replicated:
-        say(f"stages {ranges(replicated)} are on several ranks, so their gradients are all-reduced")
+        say(f"stages on several ranks, whose gradients are all-reduced: {ranges(replicated)}")
 
 
 @app.command(name="simulate")
@@ -357,7 +358,7 @@ def _run_over_counts(
         targets, counts, lambda name, count: sizes.schedule(name, count, work.usual_ranks).plan(), work
     )
     ranks = max((result.measured.plan.ranks for result in results), default=0)
-    say(f"One batch on this machine, {ranks} ranks; median of {work.measured_steps} steps")
+    say(f"One batch on this machine, {counted(ranks, 'rank')}; median of {counted(work.measured_steps, 'step')}")
     print_and_save(table, save)
     _conclude(results, ranks, command, work)
 

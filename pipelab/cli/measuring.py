@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelab.draw import wording
+from pipelab.errors import counted
 from pipelab.plan.fault import ScheduleError
 from pipelab.plan.plan import Plan
 from pipelab.simulation.comparison import Comparison, compare
@@ -107,8 +108,8 @@ def too_few_cores(ranks: int, command: str, others: int = 0) -> str:
     if ranks + others <= cores() or has_gpu():
         return ""
     return (
-        f"{ranks} ranks {'and other programs ' * (ranks <= cores())}take turns on {_counted_cores()}: the order of the "
-        f"schedules measured here can be the opposite of the order on {ranks} devices. Emulated devices need no cores: "
+        f"{counted(ranks, 'rank')} and other programs take turns on {counted(cores(), 'core')}: the order of the "
+        f"schedules measured here can be the opposite of the order on devices. Emulated devices need no cores: "
         f"{command} --emulate 20 40"
     )
 
@@ -123,7 +124,7 @@ def why_slow(ranks: int, core_share: float, command: str, slower: bool = False) 
         return ""
     why = "all cores busy together slow each other down here"
     if ranks > cores():
-        why = f"{ranks} ranks take turns on {_counted_cores()}"
+        why = f"{ranks} ranks take turns on {counted(cores(), 'core')}"
     elif core_share < _CROWDED:
         why = f"the ranks had a core for only {100 * core_share:.0f} % of their work (other programs, or short actions)"
     return f"Slow because {why}. Emulated devices need no cores: {command} --emulate 20 40"
@@ -132,10 +133,6 @@ def why_slow(ranks: int, core_share: float, command: str, slower: bool = False) 
 def cores() -> int:
     """Return how many processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _counted_cores() -> str:
-    return f"{cores()} core{'s' if cores() > 1 else ''}"
 
 
 def _run(jobs: Sequence[Job], steps: int) -> list[Result]:

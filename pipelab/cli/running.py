@@ -14,7 +14,7 @@ from pipelab.cli.believing import Watch
 from pipelab.engine.emulation import EmulatedStage, emulated, instantly
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.verify.verify import Verification
-from pipelab.errors import SplitError
+from pipelab.errors import SplitError, counted
 from pipelab.plan.plan import Plan
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.cost import Cost
@@ -80,7 +80,7 @@ def has_gpu() -> bool:
 def linear_stack(width: int, depth: int, stages: int) -> nn.Sequential:
     """Return `depth` layers of Linear and ReLU, grouped so that no stage begins with a ReLU."""
     if depth < stages:
-        raise SplitError(f"{depth} layers are too few for {stages} stages: use --depth {stages} or more")
+        raise SplitError(f"too few layers for {counted(stages, 'stage')}, {depth}: use --depth {stages} or more")
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
 

@@ -154,7 +154,7 @@ def _read(target: str, given: Mapping[str, int | None]) -> Plan | Trace:
     if superfluous:
         plan = found if isinstance(found, Plan) else found.plan
         raise UsageError(
-            f"{_title(target)} has its own sizes, {plan.ranks} ranks and {plan.microbatches} micro-batches: "
+            f"{_title(target)} has ranks={plan.ranks} and microbatches={plan.microbatches} already: "
             f"leave out {' and '.join(superfluous)}"
         )
     return found

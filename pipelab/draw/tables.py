@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.draw import wording
 from pipelab.draw.wording import number
+from pipelab.errors import counted
 from pipelab.simulation.memory import Held
 from pipelab.table import Column, Table
 from pipelab.trace.ledger import REASONS
@@ -83,5 +84,5 @@ def ledger(found: Ledger) -> Table:
     numbers = [Column(key, show=number) for key in ("work", *reasons, "idle")]
     unit = f" {found.unit}" if found.unit else ""
     terms = " + ".join(["work " + number(sum(found.work)), *(f"{key} {number(total[key])}" for key in reasons)])
-    note = f"{len(found)} ranks x {number(found.makespan)}{unit} = {number(everyone)}{unit} = {terms}"
+    note = f"{counted(len(found), 'rank')} x {number(found.makespan)}{unit} = {number(everyone)}{unit} = {terms}"
     return Table(rows, [Column("rank"), *numbers, Column("share", "idle share", wording.percent)], notes=[note])

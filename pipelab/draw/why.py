@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.draw import wording
 from pipelab.draw.wording import number
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.trace.waits import Waits, before_slot
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def why(trace: Trace, rank: int, at: float, lines: int = 5) -> str:
         steps = chain(trace, root)
         told += islice(steps, lines)
         if more := sum(1 for _ in steps):
-            told.append(f"… and {more} more steps, back to a first action.")
+            told.append(f"… and {counted(more, 'more step')}, back to a first action.")
     return "\n".join(told)
 
 

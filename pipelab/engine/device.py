@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pipelab.engine.stage.pytree import map_tensors, tensors_of
-from pipelab.errors import DeviceError, require_size
+from pipelab.errors import DeviceError, counted, require_size
 
 # ── Which device each rank runs on ────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,7 +68,7 @@ def devices(n: int) -> list[torch.device | RankDevice]:
     shared = share_evenly(gpus, n)
     where = ", ".join(f"rank {rank} on {device}" for rank, device in enumerate(shared))
     warnings.warn(
-        f"{n} ranks share {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {where}\n"
+        f"{n} ranks share {counted(len(gpus), 'GPU')}: {where}\n"
         "  ranks that share a GPU have a stream each: their kernels overlap only if there is room",
         stacklevel=2,
     )
@@ -96,7 +96,7 @@ def rank_devices(wanted: Sequence[RankDevice | torch.device | str] | None, ranks
     found = [item if isinstance(item, RankDevice) else RankDevice(_device(item)) for item in wanted]
     if len(found) != ranks:
         raise DeviceError(
-            f"{len(found)} device{'s' if len(found) != 1 else ''} for {ranks} ranks: pass one per rank "
+            f"{counted(len(found), 'device')} for {counted(ranks, 'rank')}: pass one per rank "
             "(several ranks may share a device), or no devices"
         )
     strange = [str(item.device) for item in found if item.device.type not in ("cpu", "cuda")]

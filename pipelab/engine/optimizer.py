@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipelab.engine.stage.pytree import rebuild, take_apart
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 
 _NUMBERS = (torch.Tensor, int, float)
 
@@ -66,7 +66,7 @@ def load_optimizer_state(
         name = names[parameter]
         if name not in kinds["param_groups"]:
             raise UsageError(
-                f"the saved optimizer state has no {name!r}; it has {len(kinds['param_groups'])} parameters\n"
+                f"the saved optimizer state has no {name!r}, only {counted(len(kinds['param_groups']), 'parameter')}\n"
                 "  try: what pipe.optimizer_state_dict(optimizer) returned for this model; if its stages are a list, "
                 "Pipeline(…, whole_model=model) gives parameters the model's own names"
             )

@@ -64,8 +64,8 @@ class ThreadsEngine(Engine):
     def __init__(self, plan: Plan, stages: Stages, settings: Settings) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             warnings.warn(
-                f"torchrun started {os.environ['WORLD_SIZE']} processes, and each of them runs all ranks of this "
-                "pipeline in threads: with engine='torch' each runs one rank",
+                f"each of the {os.environ['WORLD_SIZE']} processes runs all ranks of this pipeline in threads: with "
+                "engine='torch' each runs one rank",
                 stacklevel=3,
             )
         self.plan, self.forwards, self.stages = plan, plan.forwards(), stages

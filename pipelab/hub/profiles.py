@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple, TypeVar
 
-from pipelab.errors import FormatError, UsageError
+from pipelab.errors import FormatError, UsageError, counted
 from pipelab.files import read_data
 from pipelab.plan.actions import Action, Kind, Pair
 from pipelab.plan.bound import BoundPlan
@@ -46,7 +46,7 @@ def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: 
         if step is not None:
             raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
         return Trace(**read_saved(paths[0], data))
-    name = Path(path).name if isinstance(path, (str, os.PathLike)) else f"{len(paths)} profiles"
+    name = Path(path).name if isinstance(path, (str, os.PathLike)) else counted(len(paths), "profile")
     later = ((str(each), read_data(each, "a trace")) for each in paths[1:])  # one by one: they may be large
     ranks = _in_order(list(_read(chain([(str(paths[0]), data)], later))))
     return _trace(ranks, _number(ranks, step), name)
@@ -336,7 +336,7 @@ def _number(files: Sequence[File], step: int | None) -> int:
     ]
     number = lengths.index(median_low(lengths)) if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < counts[0]:
-        raise UsageError(f"step={shorten(step)}: the files hold {counts[0]} whole steps, from 0 to {counts[0] - 1}")
+        raise UsageError(f"step={shorten(step)}: the files hold steps 0 to {counts[0] - 1}")
     return number
 
 

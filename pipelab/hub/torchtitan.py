@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 from pipelab.checking.checker import ScheduleLike, as_plan, require_legal
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.plan.actions import Action, halves_of
 from pipelab.plan.fault import ranges
 from pipelab.plan.plan import Plan
@@ -60,7 +60,7 @@ def export(plan: Plan | ScheduleLike, path: str | os.PathLike[str]) -> str:
             "--parallelism.pipeline_parallel_microbatch_size 1",
             f"--training.local_batch_size {plan.microbatches}",
             f"# main since August 2026, instead of both: --parallelism.num_pp_microbatches {plan.microbatches}",
-            f"# {plan.stages} stages, {usual if per_rank <= 2 else other}",
+            f"# {counted(plan.stages, 'stage')}, {usual if per_rank <= 2 else other}",
         )
     )
 
@@ -72,7 +72,7 @@ def _require_readable(plan: Plan) -> None:
     other = [(rank, each) for rank, each in items if isinstance(each, Action) and each.kind not in _READ]
     if shared:
         raise UsageError(
-            f"stages {ranges(shared)} are on several ranks, and PyTorch's runtime runs a stage on one rank only\n"
+            f"PyTorch's runtime runs a stage on one rank only: on several is stage {ranges(shared)}\n"
             "  try: for replicas, torchtitan's data_parallel_replicate_degree; if micro-batches enter at both ends, "
             "a schedule in a V, such as dualpipev"
         )

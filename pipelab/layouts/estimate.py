@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pipelab.catalogue import schedules
 from pipelab.catalogue.bases import Looped
 from pipelab.checking.memory import Memory
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.layouts.devices import Device, Group
 from pipelab.layouts.published import mfu
 from pipelab.layouts.transformer import Layer, Transformer
@@ -186,15 +186,15 @@ class Estimate:
         sharing, stages = layout.tensor * layout.context * layout.replicas, layout.pipeline * layout.stages_per_rank
         why = ""
         if model.heads % layout.tensor:
-            why = f"tensor={layout.tensor} does not divide {model.heads} heads"
+            why = f"tensor={layout.tensor} does not divide {counted(model.heads, 'head')}"
         elif model.sequence % layout.context:
-            why = f"context={layout.context} does not divide {model.sequence} tokens"
+            why = f"context={layout.context} does not divide {counted(model.sequence, 'token')}"
         elif layout.expert > 1 and model.experts % layout.expert:
-            why = f"{model.experts} experts on {layout.expert} devices"
+            why = f"{counted(model.experts, 'expert')} on {layout.expert} devices"
         elif sharing % layout.expert:
-            why = f"expert={layout.expert} does not divide {sharing} devices of a stage"
+            why = f"expert={layout.expert} does not divide {counted(sharing, 'device')} of a stage"
         elif stages > model.layers + 2:
-            why = f"{stages} stages, but only {model.layers} layers and two ends"
+            why = f"{counted(stages, 'stage')}, but only {counted(model.layers, 'layer')} and two ends"
         elif layout.zero not in range(4):
             why = f"zero={layout.zero}: expected 0 to 3"
         if why:

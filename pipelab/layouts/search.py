@@ -12,7 +12,7 @@ from pathlib import Path
 from pipelab.catalogue import schedules as catalogue
 from pipelab.catalogue.bases import Looped
 from pipelab.draw import wording
-from pipelab.errors import UsageError, require_size
+from pipelab.errors import UsageError, counted, require_size
 from pipelab.layouts.devices import Device
 from pipelab.layouts.devices import device as named
 from pipelab.layouts.estimate import Estimate, Layout
@@ -93,7 +93,7 @@ class Layouts:
             Column("inside", "sent inside, GB", lambda count: f"{count / GB:.1f}"),
             Column("between", "between nodes", lambda count: f"{count / GB:.1f}"),
         ]
-        what = f"{self.tried} layouts of {self.best.layout.devices} {self.best.device.name}"
+        what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices} {self.best.device.name}"
         notes = [f"{what}; {self.full} of them cannot hold one micro-batch."]
         return Table(self.rows, columns, notes=notes, title=self.question)
 
@@ -203,7 +203,8 @@ def layout(
     if not found:
         least = min((each.one_microbatch for each in tried), default=0) / GB
         raise UsageError(
-            f"none of {len(tried)} layouts of {batch} sequences on {gpus} devices fits into {cap / GB:g} GB"
+            f"none of {counted(len(tried), 'layout')} of {counted(batch, 'sequence')} on {counted(gpus, 'device')} fits"
+            f" into {cap / GB:g} GB"
             + f" ({100 * margin:g} % are left for the runtime)" * bool(margin)
             + (f": each needs {least:.1f} GB or more\n  try: more devices" if tried else "")
         )

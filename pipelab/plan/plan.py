@@ -378,7 +378,7 @@ def _all_taken(rows: Iterable[Iterable[object]], limit: int) -> list[tuple[tuple
         room -= max(1, len(taken[-1][0]))
         if room < 0:
             raise UsageError(
-                f"the first {len(taken)} rows list more than {MOST_ACTIONS} actions, the most that a plan may have\n"
+                f"rows 0 to {len(taken) - 1} list more than {MOST_ACTIONS} actions, the most that a plan may have\n"
                 "  try: end every loop after the last backward"
             )
     return taken

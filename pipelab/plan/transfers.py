@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal, get_args
 
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.plan.actions import Pair
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.csv_notation import cell
@@ -267,8 +267,8 @@ def lookaheads(given: Lookahead, ranks: int, most: int = ACTIVE_STAGES) -> Seque
     numbers = list(given) if isinstance(given, (list, tuple)) else []
     if len(numbers) != ranks or any(type(each) is not int or not 1 <= each <= most for each in numbers):
         raise UsageError(
-            f"unshard_lookahead={shorten(given)}: expected 'full', 'auto', or {ranks} whole numbers from 1 to "
-            f"{most}, one for each rank"
+            f"unshard_lookahead={shorten(given)}: expected 'full', 'auto', or for each of {counted(ranks, 'rank')} "
+            f"a whole number from 1 to {most}"
         )
     return numbers
 

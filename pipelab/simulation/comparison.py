@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.display import show
-from pipelab.errors import CostError, UsageError
+from pipelab.errors import CostError, UsageError, counted
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
@@ -143,7 +143,7 @@ def compare(
     if names is None:
         names = [", ".join(filter(None, (trace.name, trace.source, trace.note))) for trace in traces]
     if len(names) != len(traces):
-        raise UsageError(f"compare got {len(names)} names for {len(traces)} traces")
+        raise UsageError(f"compare got {counted(len(names), 'name')} for {counted(len(traces), 'trace')}")
     bounds: tuple[float, ...] = ()
     if bound:
         both = zip(subjects, traces, strict=True)

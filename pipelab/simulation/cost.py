@@ -8,7 +8,7 @@ from math import ceil, exp, log1p, log2, sqrt
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from pipelab.errors import CostError, require_size
+from pipelab.errors import CostError, counted, require_size
 from pipelab.plan.actions import FINITE, KINDS, TRAITS, Kind, finite
 from pipelab.plan.binding import NO_RANK
 from pipelab.plan.fault import misfit, readable, shorten
@@ -491,9 +491,9 @@ class Cost:
             if len(value) != stages:
                 fewer = f", or add up neighbours with cost.merged({stages})" * (len(value) % stages == 0)
                 raise CostError(
-                    f"{name} has {len(value)} numbers for {stages} stages: give one number, or one per stage; costs "
-                    f"from Cost.fit hold for the {len(value)} stages of its trace only: for {stages} stages, run the "
-                    f"model with so many and fit that trace{fewer}"
+                    f"{name} has {counted(len(value), 'number')} for {counted(stages, 'stage')}: give one number, or "
+                    "one per stage; costs from Cost.fit hold for the stages of its trace only: run the model with "
+                    f"{stages} and fit that trace{fewer}"
                 )
             return [float(number) for number in value]
         return [value * share] * stages

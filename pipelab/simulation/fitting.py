@@ -10,7 +10,7 @@ from math import inf
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from pipelab.errors import CostError, require_size
+from pipelab.errors import CostError, counted, require_size
 from pipelab.plan.actions import HALVES, TRAITS, finite
 from pipelab.plan.fault import shorten
 from pipelab.trace import replay
@@ -136,7 +136,7 @@ def _pooled(traces: Sequence[Trace], first: Trace, which: str) -> tuple[Spans, S
     for trace in traces:
         ours, others = ((each.plan.stages, each.source, each.unit or "no unit") for each in (first, trace))
         if ours != others:
-            listing = " and ".join("{} stages, {} in {}".format(*each) for each in (ours, others))
+            listing = " and ".join(f"{counted(many, 'stage')}, {how} in {unit}" for many, how, unit in (ours, others))
             raise CostError(f"{which} of {listing}: fit traces of the same stages")
         travelled, between = _transfers(trace)
         for found, more in ((spans, _spans(trace, travelled, between)), (moved, travelled)):
@@ -255,8 +255,8 @@ def groups(given: int, wanted: int | Sequence[int]) -> Iterator[range]:
         sizes = [given // count] * count
     if sum(sizes) != given or 0 in sizes:
         raise CostError(
-            f"{given} stages cannot be merged into {shorten(wanted)}: neighbours are added, never cut, so give a "
-            f"number that divides {given}, or how many go into each, {given} in all; for other cuts, run the model "
-            "with them"
+            f"{counted(given, 'stage')} cannot be merged into {shorten(wanted)}: neighbours are added, never cut, so "
+            f"give a number that divides {given}, or how many go into each, {given} in all; for other cuts, run the "
+            "model with them"
         )
     yield from (range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))

@@ -16,7 +16,7 @@ from math import fsum
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pipelab.display import show
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.plan.actions import KINDS, TRAITS, Action
 from pipelab.plan.fault import shorten
 from pipelab.trace.events import MICROSECONDS, Transfer
@@ -210,7 +210,7 @@ def diff(before: Trace, after: Trace, names: Sequence[str] | None = None) -> Dif
         names = [each.source if before.name == after.name else each.name for each in (before, after)]
         names = names if names[0] != names[1] else ["the first", "the second"]
     if len(names) != 2:
-        raise UsageError(f"diff got {len(names)} names for 2 traces")
+        raise UsageError(f"diff got {counted(len(names), 'name')} for 2 traces")
     return Diff(before, after, (names[0], names[1]), tuple(_changes(before, after)))
 
 
@@ -228,9 +228,8 @@ def why_not(before: Trace, after: Trace) -> str:
         only = "first" if lacking[0] in mine else "second"
         what = f"{len(lacking)} differ, such as {_action(lacking[0])}{place}, only in the {only}"
     else:
-        what = " and ".join(
-            f"{each.stages} stages x {each.microbatches} micro-batches" for each in (before.plan, after.plan)
-        )
+        sizes = [(each.plan.stages, each.plan.microbatches) for each in (before, after)]
+        what = " and ".join(f"{counted(many, 'stage')} x {counted(each, 'micro-batch')}" for many, each in sizes)
     return f"they have other actions ({what})"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.checking.checker import require_legal
-from pipelab.errors import FormatError
+from pipelab.errors import FormatError, counted
 from pipelab.plan.actions import FINITE, Action, finite
 from pipelab.plan.fault import ScheduleError, shorten
 from pipelab.plan.plan import Plan
@@ -88,8 +88,7 @@ def plan_of(written: Sequence[Sequence[object]], stages: int, microbatches: int,
     # Before tables of that size are made. A pair is one item and two actions.
     if stages < 1 or microbatches < 1 or stages * microbatches > actions:
         raise FormatError(
-            f"the rows hold {actions} actions, which cannot be {shorten(stages)} stages' with {shorten(microbatches)} "
-            "micro-batches"
+            f"stages={shorten(stages)} and microbatches={shorten(microbatches)} do not fit {counted(actions, 'action')}"
         )
     plan = Plan(written, stages, microbatches, name=name, **more)
     try:
@@ -132,7 +131,7 @@ def _moves(data: dict[str, Any], plan: Plan) -> list[Event]:
     """Return the plan's moves, each with its times; none if none were measured."""
     listed, moves = _field({"moves": [], **data}, "moves", list), plan.bound.moves
     if len(listed) not in (0, len(moves)):
-        raise FormatError(f"'moves' has {len(listed)} entries for {len(moves)} moves of the plan")
+        raise FormatError(f"'moves': {len(listed)} of the plan's {counted(len(moves), 'move')}")
     times = [_times(move, f"'moves', number {number}") for number, move in enumerate(listed)]
     if any(len(both) != 2 for both in times):
         raise FormatError("'moves': expected start and end of each")

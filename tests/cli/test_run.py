@@ -43,7 +43,7 @@ def test_run_lays_several_schedules_side_by_side(succeeds, folder):
 
 
 def test_run_refuses_fewer_layers_than_stages(refused):
-    assert "2 layers are too few for 4 stages" in refused("run", "1f1b", "-r", "4", "--depth", "2")
+    assert "too few layers for 4 stages, 2" in refused("run", "1f1b", "-r", "4", "--depth", "2")
 
 
 def test_run_over_micro_batches_measures_one_batch_and_verifies_every_run(succeeds, folder):
@@ -85,7 +85,7 @@ def test_too_few_cores_are_reported_before_the_results_with_what_needs_none(succ
     monkeypatch.setattr(measuring, "cores", lambda: 2)
     work = (*WORK[:-1], counts)
     prose = " ".join(succeeds("run", "naive", "gpipe", *work, "-r", "4").split())
-    assert prose.startswith("4 ranks take turns on 2 cores")
+    assert prose.startswith("4 ranks and other programs take turns on 2 cores")
     assert f"pipelab run naive gpipe -r 4 -m {counts} --emulate 20 40" in prose
     assert "take turns" not in prose.partition("bubble")[2]
     for enough in (("-r", "2"), ("-r", "4", "--emulate", "1", "1")):

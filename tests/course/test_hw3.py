@@ -97,7 +97,7 @@ def test_a_step_that_more_devices_made_shorter_is_not_called_longer():
 
 
 def test_fewer_layers_than_devices_are_refused_before_any_work():
-    with pytest.raises(SplitError, match="2 layers are too few for 5 stages"):
+    with pytest.raises(SplitError, match="too few layers for 5 stages, 2"):
         next(hw3.measurements([6, 2], [5], width=4, batch=2))
 
 

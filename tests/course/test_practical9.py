@@ -177,7 +177,8 @@ SMALL = ("lab", "practical9", "-r", "3", "-m", "2", "--width", "4", "--batch", "
 
 
 @pytest.mark.parametrize(
-    ("cores", "turns"), [(2, "3 ranks take turns on 2"), (3, "3 ranks and other programs take turns"), (4, "")]
+    ("cores", "turns"),
+    [(2, "3 ranks and other programs take turns on 2"), (3, "3 ranks and other programs take turns on 3"), (4, "")],
 )
 def test_without_a_core_to_spare_devices_are_emulated_and_real_layers_are_warned_of(
     succeeds, monkeypatch, cores, turns

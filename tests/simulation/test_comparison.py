@@ -134,7 +134,7 @@ TRACE = simulate(pipelab.OneFOneB(2, 2))
     ("subjects", "options", "error", "told"),
     [
         ([], {}, UsageError, "at least one"),
-        ([TRACE, TRACE], {"names": ["one"]}, UsageError, "1 names for 2 traces"),
+        ([TRACE, TRACE], {"names": ["one"]}, UsageError, "1 name for 2 traces"),
         ([TRACE, 3], {}, TypeError, "compare takes traces, plans and schedules, one by one, got 3"),
         ([SimpleNamespace(trace=TRACE)], {}, TypeError, "one by one, got namespace.*: take its trace$"),
         ([[TRACE, TRACE]], {}, TypeError, r"one by one, got \[<simulated"),

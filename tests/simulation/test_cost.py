@@ -73,7 +73,7 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
     with pytest.raises(CostError) as refusal:
         simulate(pipelab.GPipe(4, 4), fitted)
     assert str(refusal.value).startswith("forward has 2 numbers for 4 stages: give one number, or one per stage; ")
-    assert "for 4 stages, run the model with so many and fit that trace" in str(refusal.value)
+    assert "run the model with 4 and fit that trace" in str(refusal.value)
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():

@@ -249,7 +249,7 @@ ONE = pipelab.simulate(pipelab.OneFOneB(2, 2))
         (pipelab.simulate(pipelab.OneFOneB(2, 3)), None, pipelab.UsageError, "2 micro-batches and 2 stages x 3 micro"),
         (pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")), None, pipelab.UsageError, "different units"),
         (pipelab.OneFOneB(2, 2), None, TypeError, "simulate schedules and plans first"),
-        (ONE, ["one"], pipelab.UsageError, "1 names for 2 traces"),
+        (ONE, ["one"], pipelab.UsageError, "1 name for 2 traces"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason(other, names, error, told):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.draw import colours, differences, text, wording
 from pipelab.draw.bars import Lanes, strip
+from pipelab.errors import counted
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.simulation.comparison import Comparison, compare
 from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
@@ -75,7 +76,7 @@ def frame() -> str:
 def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]:
     """Return what a page shows: its title and sub-title, its table of figures, and the data of its script."""
     if isinstance(shown, Comparison):
-        comparison, title = shown, f"Comparison of {len(shown.traces)} traces"
+        comparison, title = shown, f"Comparison of {counted(len(shown.traces), 'trace')}"
         subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
     else:
         title = wording.headline(shown)

@@ -20,7 +20,7 @@ from pipelab.engine.model.traced import TRACED, NamedLayer, TracedStages, in_ord
 from pipelab.engine.model.unmade import Layer, UnmadeLayers, make, unmade
 from pipelab.engine.stage.pytree import map_tensors, opened, tensors_of
 from pipelab.engine.stage.snapshot import AttributeSnapshot, unchanged
-from pipelab.errors import SplitError, require_size
+from pipelab.errors import SplitError, counted, require_size
 from pipelab.plan.fault import OWN, shorten
 
 
@@ -62,7 +62,7 @@ def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str
         if count := sum(package not in own for package in packages):
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
-                f"{what} has {count} {words} hook{'s' if count > 1 else ''} that a pipeline would not call, because "
+                f"{what} has {counted(count, f'{words} hook')} that a pipeline would not call, because "
                 f"{reason}, or remove the hook with handle.remove()"
             )
 
@@ -339,7 +339,7 @@ def split(
     """
     into = require_size("into", len(at) + 1 if at is not None and into is None else into)
     if at is not None and len(at) != into - 1:
-        raise SplitError(f"{len(at)} names in at= begin {len(at) + 1} stages, not {into}: leave out into=")
+        raise SplitError(f"at= has {counted(len(at), 'name')} for into={into}: give {into - 1}, or leave out into=")
     if by not in ("layers", "parameters", "time"):
         raise SplitError(f"by={by!r}: expected 'layers', 'parameters' or 'time'")
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
@@ -351,7 +351,7 @@ def split(
     if not isinstance(model, Stages):
         return _given(model, into, by, at)
     if len(model) != into:
-        raise SplitError(f"the model is split into {len(model)} stages, but the plan has {into}: split it into {into}")
+        raise SplitError(f"the model has {counted(len(model), 'stage')}, but the plan has {into}: split it into {into}")
     return model
 
 
@@ -366,13 +366,13 @@ def _traced(model: nn.Module, into: int, by: Balance, example: Any, at: Sequence
         raise SplitError(
             f"{kind} is not a plain nn.Sequential, so PyTorch's tracer must cut it, and needs an example\n"
             f"  try: pipelab.split(model, into={into}, example=x), where x is one micro-batch; or pass a list of "
-            f"{into} stage modules"
+            f"{counted(into, 'stage module')}"
         )
     if unmade([model]):
         raise SplitError(
             f"{kind} is on the meta device and not a plain nn.Sequential: what PyTorch's tracer makes is compared with "
             "the model, which takes numbers\n"
-            f"  try: a function for each layer, or for each of {into} stages: [make_first, make_second, …]"
+            f"  try: a function for each layer, or for each of {counted(into, 'stage')}: [make_first, make_second, …]"
         )
     traced = TracedStages(model, _layers_inside(model, into, at), opened(example))
     others = (f"; no stage can begin at {name!r}, which runs {n} times" for name, n in traced.repeated.items())
@@ -392,7 +392,7 @@ def _given(given: object, into: int, by: Balance, at: Sequence[str] | None) -> S
     if any(callable(each) and not isinstance(each, nn.Module) for each in modules):
         return _sequential(UnmadeLayers(modules), into, by, None, at)
     if len(modules) != into:
-        raise SplitError(f"{len(modules)} stage modules for {into} stages: pass one per stage, or an nn.Sequential")
+        raise SplitError(f"{counted(len(modules), 'stage module')} for {counted(into, 'stage')}: pass one for each")
     return Stages(nn.ModuleList(modules), modules, [1] * into)
 
 

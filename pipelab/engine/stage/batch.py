@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from pipelab.engine.stage.inputs import Marked, unmarked
 from pipelab.engine.stage.pytree import named_leaves, rebuild, take_apart, tensors_of
-from pipelab.errors import BatchError, LossError, UsageError
+from pipelab.errors import BatchError, LossError, UsageError, counted
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 
@@ -141,8 +141,8 @@ def ready_counts(value: object, what: str, many: int, dim: int) -> list[int] | N
             continue
         if len(leaf.value) != many:
             raise BatchError(
-                f"{place} holds {len(leaf.value)} micro-batches that are ready, and the plan has {many}\n"
-                f"  try: a schedule with microbatches={len(leaf.value)}, or {many} pieces"
+                f"{place} holds {counted(len(leaf.value), 'ready micro-batch')}, and the plan has {many}\n"
+                f"  try: a schedule with microbatches={len(leaf.value)}, or {counted(many, 'piece')}"
             )
         sized = [next(_cut_tensors(piece, what, way.dim or 0), None) for piece in leaf.value]
         if any(sized):  # pieces that are whole have no rows
@@ -160,13 +160,13 @@ def counts_of(value: Any, what: str, many: int, dim: int, others: list[int] | No
     if known is None:
         if isinstance(value, (list, tuple)) and len(value) == many > total:
             raise BatchError(
-                f"{what} holds {many} tensors of {total} rows, too few for {many} micro-batches\n"
+                f"{what} holds {many} tensors of {counted(total, 'row')}, too few for {many} micro-batches\n"
                 f"  try: pipelab.microbatches({what}), if each of them is a micro-batch"
             )
         return row_counts(total, many)
     if sum(known) != total:
         raise BatchError(
-            f"{what} has {total} rows, and the micro-batches that are ready have {' + '.join(map(str, known))}\n"
+            f"{what} has {counted(total, 'row')}, and the ready micro-batches have {' + '.join(map(str, known))}\n"
             f"  try: pipelab.microbatches([...]) for {what} too, and pipelab.whole(...) around pieces without rows"
         )
     return known
@@ -175,9 +175,9 @@ def counts_of(value: Any, what: str, many: int, dim: int, others: list[int] | No
 def row_counts(rows: int, microbatches: int) -> list[int]:
     """Return how many rows each micro-batch has: as even as possible, the first ones one more."""
     if rows < microbatches:
-        fewer = f"at most {rows} micro-batch{'es' if rows != 1 else ''}, or " if rows else ""
+        fewer = f"at most {counted(rows, 'micro-batch')}, or " if rows else ""
         raise BatchError(
-            f"a batch of {rows} row{'s' if rows != 1 else ''} cannot fill {microbatches} micro-batches: "
+            f"a batch of {counted(rows, 'row')} cannot fill {microbatches} micro-batches: "
             f"use {fewer}a batch of at least {microbatches} rows; "
             "drop_last=True leaves a DataLoader's short last batch out"
         )
@@ -281,7 +281,7 @@ class Cut:
         self.earlier = [] if dim is None else [each[: each.index(m)] for m, each in sorted(of.items())]
         if len(counts := sorted(set(map(len, self.sequences)))) > 1:
             raise BatchError(
-                f"{plan.name} cuts some sequences into {counts[0]} slices and some into {counts[-1]}, of unequal length"
+                f"{plan.name} cuts some sequences into {counted(counts[0], 'slice')} and some into {counts[-1]}"
                 f"\n  try: a multiple of {counts[-1]} micro-batches"
             )
 
@@ -325,7 +325,9 @@ class Cut:
         named = zip(named_leaves(sequence, ()), part.ways, strict=True)
         found = {part.name + place: leaf.shape[dim : dim + 1] for (place, leaf), way in named if way.tokens}
         if len({*found.values(), None}) > 2 or torch.Size() in found.values():
-            sizes = ", ".join(f"{name} {size[0] if size else 'no'} tokens" for name, size in found.items())
+            sizes = ", ".join(
+                f"{name} {counted(sum(size), 'token') if size else 'no tokens'}" for name, size in found.items()
+            )
             raise BatchError(
                 f"along dimension {dim}, by which sequences are cut into slices, {sizes}\n"
                 "  try: pipelab.rows(...) for what has rows and no tokens, of which every slice gets all"

@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.replicas import Runners, accumulate, alias, refuse_lost_hooks, ties_of
 from pipelab.engine.stage.stage import Stage
-from pipelab.errors import EngineError, UsageError
+from pipelab.errors import EngineError, UsageError, counted
 from pipelab.plan.bound import BoundPlan
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -90,7 +90,7 @@ class UpdatingStage(Stage):
         self._own = {each for group in self._optimizer.param_groups for each in group["params"]}
         if others := len(self._own.difference(learning)):
             raise UsageError(
-                f"optimizer= made one for stage {stage.index} that steps {others} parameters that are not the stage's\n"
+                f"optimizer= for stage {stage.index} steps {counted(others, 'parameter')} of other modules\n"
                 "  try: one that has only the parameters it is given, such as partial(torch.optim.SGD, lr=0.1)"
             )
         self._updates = updates

@@ -42,7 +42,7 @@ from pipelab.engine.torchrun.supervisor import (
     end_with,
     torchrun_holds_the_store,
 )
-from pipelab.errors import EngineError, RankError
+from pipelab.errors import EngineError, RankError, counted
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Transport
 from pipelab.simulation.clock import simulate
@@ -174,28 +174,27 @@ def _require_one_pipeline(plan: Plan, ranks: Sequence[int], settings: Settings) 
 
 def identify(ranks: int, group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     """Return this process's rank and the number of processes; refuse any number in `group` but one per rank."""
+    own = f"pipelab launch {_script()} --ranks {ranks}"
+    torchrun = f"torchrun --standalone --nproc-per-node {ranks} {_script()}"
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
-        raise EngineError(
-            "engine='torch' runs one process per rank, and this process was started alone\n"
-            f"  try: pipelab launch {_script()} --ranks {ranks}\n"
-            f"  or: torchrun --standalone --nproc-per-node {ranks} {_script()}"
-        )
-    needs = f"the plan has {ranks} rank{'s' if ranks != 1 else ''}"
+        fact = "engine='torch' runs one process per rank, and this process was started alone"
+        raise EngineError(f"{fact}\n  try: {own}\n  or: {torchrun}")
+    needs = f"the plan has {counted(ranks, 'rank')}"
     hint = 'group=mesh["pp"].get_group(), of the dimension with one process per rank'
     if group is not None and dist.get_world_size(group) != ranks:
-        raise EngineError(
-            f"{needs} and this process's group= has {max(0, dist.get_world_size(group))} processes\n  try: {hint}"
-        )
+        held = counted(max(0, dist.get_world_size(group)), "process")
+        raise EngineError(f"{needs} and this process's group= has {held}\n  try: {hint}")
     if group is None and size != ranks:
+        by, again = "torchrun", f"{torchrun}\n  or on several machines: --nnodes times --nproc-per-node must be {ranks}"
+        if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("pipelab-"):
+            by, again = "pipelab launch", own
         raise EngineError(
-            f"{needs} and torchrun started {size} process{'es' if size != 1 else ''}: there must be one process per "
-            f"rank\n  try: torchrun --standalone --nproc-per-node {ranks} {_script()}\n"
-            f"  or on several machines: --nnodes times --nproc-per-node must be {ranks}\n"
-            f"  or, if stages are spread over processes too: {hint}"
+            f"{needs} and {by} started {counted(size, 'process')}: there must be one process per rank\n"
+            f"  try: {again}\n  or, if stages are spread over processes too: {hint}"
         )
     return rank, size
 
@@ -362,7 +361,7 @@ def _part_of_pipeline(plan: Plan, stages: Stages, settings: Settings, device: to
 
 def describe_plan(plan: Plan) -> list[str]:
     """Return the sizes and actions of a plan, which must be the same on every process."""
-    sizes = f"{plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} micro-batches"
+    sizes = f"ranks={plan.ranks}, stages={plan.stages}, microbatches={plan.microbatches}"
     sizes += ", all-reduces beside" * plan.bound.beside
     rows = enumerate(plan.rows)
     return [sizes, *(f"{item} at position {at} of row {rank}" for rank, row in rows for at, item in enumerate(row))]

@@ -168,6 +168,9 @@ def _whole_times(counts: Counts) -> Finding | None:
     if not more:
         return finding("missing-microbatches", among, listed(once), counts.shown, factor=factor, microbatches=once)
     repeated = f"{listed(more)} repeatedly" + (f", and {listed(none)} never" if none else "")
+    if {*times[times.isfinite()].tolist()} == {1.0, among + 1.0}:
+        counts_as = f"count{'s' * (len(more) == 1)} {among + 1} times as much as the others"
+        repeated = f"{listed(more)} {counts_as}, as if not divided by {among + 1}"
     return finding("repeated-microbatches", among, repeated, counts.shown, factor=factor, microbatches=more)
 
 
@@ -618,7 +621,7 @@ CAUSES = {
         "Of micro-batches 0 to {}, only {} counted: {}.",
         "look for what empties .grad in between (zero_grad), and for a loop that ends too early",
     ),
-    "repeated-microbatches": Cause("Of micro-batches 0 to {}, {}: {}.", "look for an index that is off by one"),
+    "repeated-microbatches": Cause("Of micro-batches 0 to {}, {}: {}.", "look for an index or a divisor that is off"),
     "other-weights": Cause("The micro-batches do not count alike: {}.", "look for another loss, or clipping of each"),
     "collinear": Cause(
         "{}, but micro-batches {} have gradients too alike to tell which of them counted.",

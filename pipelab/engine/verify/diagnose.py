@@ -48,10 +48,10 @@ from pipelab.engine.verify.reference import (
     seen,
     unproven_of,
 )
-from pipelab.errors import UsageError, require_size
+from pipelab.errors import UsageError, counted, require_size
 
 _TOLERANCE = 1e-3
-"""Largest rest of a gradient, relative to what is added up: rounding is far below it, one of 1000 micro-batches not."""
+"""Largest unexplained part of a gradient, relative to the micro-batches': rounding is far below, one in 1000 is not."""
 
 _MOST_ROUNDING = 0.1  # with a larger tolerance than this, nothing can be named
 
@@ -61,7 +61,7 @@ class Compared(NamedTuple):
 
     right: bool  # whether they differ by rounding only
     factor: float | None  # what it is multiplied by; `None` if it is no multiple
-    off: float  # by which share of what is added up they differ (2-norm)
+    off: float  # how far they differ, relative to the micro-batches' gradients (2-norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Diagnosis:
         parameters: for each parameter, by name, whether its gradient is right, and its own factor.
         counts: how often each micro-batch is in the gradients, 1 being right; NaN for one that adds nothing in plain
             training either. Empty if there is nothing to count.
-        residual: the largest share of a gradient that the counts do not explain (2-norm, of what is added up).
+        residual: the largest share of a gradient that the counts do not explain (2-norm, of the micro-batches').
         sentence: the diagnosis in words, with what to try.
 
     The codes are those of `causes.CAUSES`, and `right` and `scaled` (by another number, or one with several meanings).
@@ -162,7 +162,7 @@ def diagnose(
     counts = counts_of(x, "x", many, batch_dim, own) if isinstance(microbatches, int) else list(microbatches)
     rows = sum(own or [rows_of(x, "x", batch_dim)])
     if sum(counts) != rows or min(counts) < 1:
-        raise UsageError(f"microbatches={microbatches!r} are {sum(counts)} rows, and the batch has {rows}")
+        raise UsageError(f"microbatches={microbatches!r} are {counted(sum(counts), 'row')}, and the batch has {rows}")
     repeat = repeat and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     modules = [module for module in (model, loss_fn, *trained) if isinstance(module, nn.Module)]
     with restored(modules, [x, y]) as rewind:
@@ -265,10 +265,11 @@ def _incomparable(e: Evidence) -> Finding | None:
 
 
 def _right(e: Evidence, counts: Counts, silent: list[str]) -> Diagnosis:
-    many = f"{len(e.sizes.rows)} micro-batch{'es' * (len(e.sizes.rows) > 1)}"
+    many = counted(len(e.sizes.rows), "micro-batch")
+    match = f"All {len(e.tables)} gradients match" if len(e.tables) != 1 else "The only gradient matches"
     coarse = sorted(str(kind).removeprefix("torch.") for kind in e.types if torch.finfo(kind).eps > 1e-6)
     types = f", in {', '.join(coarse)}" if coarse else ""
-    words = f"All {len(e.tables)} gradients match plain training with the same {many} within {e.most:.1e}{types}."
+    words = f"{match} plain training with the same {many} within {e.most:.1e}{types}."
     if (counts.unclear or counts.are_off) and e.most > _TOLERANCE:
         words += "\nSuch rounding may hide a micro-batch: look again in float32, with fresh weights."
     return _with_words(e, Finding("right", words, 1.0), e.ones, e.most, silent)

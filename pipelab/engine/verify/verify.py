@@ -31,17 +31,17 @@ from pipelab.engine.verify.reference import (
     rounding_of,
     unproven_of,
 )
-from pipelab.errors import VerificationError
+from pipelab.errors import VerificationError, counted
 from pipelab.plan.fault import ranges
 
 _TOLERANCE = 1e-6
-"""Largest difference between orders of adding up, relative to what is added up: near a minimum, the sum is smaller."""
+"""Largest difference between orders of adding up, relative to the norms added: near a minimum, the sum is smaller."""
 
 _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
 
 _WITH_OTHER_WEIGHTS = (
-    " with slightly different weights. With the present ones they differ by more, as they do where rounding decides."
+    " with slightly different weights. With the present ones they differ by more, because rounding decides."
 )
 
 
@@ -79,8 +79,8 @@ class Verification:
     def __str__(self) -> str:
         lines = [self._comparison, *(f"not verified: {reason}" for reason in self.unproven)]
         if self.idle:
-            idle = f"{len(self.idle)} parameters got no gradient, in plain training either: {listed(self.idle)}"
-            lines.insert(1, idle)
+            idle = counted(len(self.idle), "parameter")
+            lines.insert(1, f"{idle} got no gradient, in plain training either: {listed(self.idle)}")
         return "\n".join(lines)
 
     @property
@@ -88,16 +88,17 @@ class Verification:
         off = f"{self.largest_difference:.1e}"
         if not self.compared:
             return (
-                f"{self.parameters} gradients could not be compared: they differ by up to {off} (2-norm, relative to "
-                "what is added up), and random numbers are drawn in another order."
+                f"{counted(self.parameters, 'gradient')} could not be compared: random numbers come in another order. "
+                f"The largest difference is {off} (2-norm, relative to the micro-batches' gradients)."
             )
-        how = "bit for bit" if self.exact else f"within {off} of what is added up"
-        many = f"{self.parameters} gradients match plain training with the same {self.microbatches} micro-batches"
+        how = " bit for bit." if self.exact else f", equal to their sum within {off}."
+        match = f"All {self.parameters} gradients match" if self.parameters != 1 else "The only gradient matches"
+        same = f"{match} plain training with the same {counted(self.microbatches, 'micro-batch')}{how}"
         if self.whole_batch_difference is None:
-            return f"All {many} {how}."
+            return same
         others = _WITH_OTHER_WEIGHTS if self.nearby else "."
         at_once = f"Against the whole batch at once they differ by at most {self.whole_batch_difference:.1e}{others}"
-        return f"All {many} {how}. {at_once}"
+        return f"{same} {at_once}"
 
 
 def _reference_of(pipe: Assembly, x: Any, y: Any, keywords: dict[str, Any]) -> Reference:
@@ -239,10 +240,10 @@ def _compared(both: _Comparison, ours: Gradients, apart: str, *, at_once: bool) 
         _require_numbers(both, ours, sums)
     seen = ""
     if wrong and draws != OTHERWISE:
-        first, many = wrong[0], "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
+        first = wrong[0]
         seen = (
-            f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to what "
-            f"is added up; allowed {both.allowed(ours[first]):.0e}); {many} in all"
+            f"the gradient of {first} differs from the plain model's by {off[first]:.1e} (2-norm, relative to the "
+            f"micro-batches'; allowed {both.allowed(ours[first]):.0e}); wrong gradients: {len(wrong)} of {len(ours)}"
         )
     # Each process computes its own reference: state of a stage may exist in one process only.
     if seen := pipe.engine.first_message(seen):

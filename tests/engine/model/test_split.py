@@ -120,7 +120,7 @@ def test_a_list_of_modules_is_one_stage_each():
 def test_what_was_split_is_taken_as_it_is():
     stages = split(plain.mlp(6), 3, by="parameters")
     assert split(stages, 3) is stages
-    with pytest.raises(SplitError, match="is split into 3 stages, but the plan has 2"):
+    with pytest.raises(SplitError, match="has 3 stages, but the plan has 2"):
         Pipeline(stages, GPipe(2, 2), mse)
 
 

@@ -582,12 +582,12 @@ WRONG = [
     ({"a": torch.zeros(4, 2), "b": torch.zeros(2, 4)}, r'pipelab\.rows\(x\["b"\], dim=1\), if its rows are there'),
     ({"x": torch.zeros(4, 5, 8), "m": torch.zeros(8, 5, 5)}, r'x\["m"\]\.unflatten\(0, \(4, 2\)\), .* each row has 2'),
     ([torch.zeros(4), torch.zeros(3)], r"pad_sequence\(x, batch_first=True\), if each tensor is a sequence"),
-    ([torch.zeros(1, 3), torch.zeros(1, 2)], r"^x holds 2 tensors of 1 rows, .*\n  try: pipelab\.microbatches\(x\)"),
+    ([torch.zeros(1, 3), torch.zeros(1, 2)], r"^x holds 2 tensors of 1 row, .*\n  try: pipelab\.microbatches\(x\)"),
     (
         microbatches([torch.zeros(2, 3)] * 3),
-        r"^x holds 3 micro-batches that are ready, and the plan has 2\n  try: a sch",
+        r"^x holds 3 ready micro-batches, and the plan has 2\n  try: a sch",
     ),
-    ({"a": microbatches([torch.zeros(2)] * 2), "b": torch.zeros(5)}, r"^x has 5 rows, and .* ready have 2 \+ 2"),
+    ({"a": microbatches([torch.zeros(2)] * 2), "b": torch.zeros(5)}, r"^x has 5 rows, and .* have 2 \+ 2"),
     (torch.zeros(3, 6), "^x has 3 rows and y has 4: every row of x needs a target"),
 ]
 

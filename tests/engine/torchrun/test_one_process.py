@@ -365,6 +365,12 @@ def test_the_number_of_processes_must_be_the_plans():
         Pipeline(plain.mlp(4), OneFOneB(2, 2), mse, engine="torch")
 
 
+def test_who_typed_pipelab_launch_is_told_to_type_it_again(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "pipelab-1")
+    with pytest.raises(EngineError, match=r"pipelab launch started 1 process: .*\n  try: pipelab launch "):
+        Pipeline(plain.mlp(4), OneFOneB(2, 2), mse, engine="torch")
+
+
 def test_parameters_without_a_shape_are_refused():
     with pytest.raises(RuntimeError, match="uninitialized parameter"):
         piped([nn.Linear(6, 6), nn.Sequential(nn.LazyLinear(6))])
@@ -383,7 +389,7 @@ def test_a_pipeline_in_threads_under_torchrun_warns(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.warns(UserWarning, match="torchrun started 2 processes, and each of them runs all ranks of this pip"),
+        pytest.warns(UserWarning, match="each of the 2 processes runs all ranks of this pipeline"),
         Pipeline(plain.mlp(2), pipelab.GPipe(2, 2), mse) as pipe,
     ):
         assert pipe.step(*plain.batch(4)).loss > 0  # it runs all the same
@@ -396,7 +402,7 @@ def test_what_travels_is_described_for_people():
 
 
 def test_the_plan_and_model_are_described_so_that_they_can_be_compared():
-    assert describe_plan(PLAN)[:2] == ["1 ranks, 2 stages, 2 micro-batches", "0F0 at position 0 of row 0"]
+    assert describe_plan(PLAN)[:2] == ["ranks=1, stages=2, microbatches=2", "0F0 at position 0 of row 0"]
     assert describe_model([nn.Linear(2, 3), nn.BatchNorm1d(3)])[:3] == [
         "weight of stage 0: [3, 2] float32",
         "bias of stage 0: [3] float32",
@@ -430,7 +436,7 @@ def test_each_process_takes_its_own_device_of_those_that_were_asked_for():
     assert device_of(["cuda:7", "cpu"], 1, 2) == torch.device("cpu")  # the other one may be on another machine
     with pytest.raises(DeviceError, match="devices has meta"):
         device_of(["meta", "cpu"], 1, 2)  # every process says so, not rank 0 alone
-    with pytest.raises(DeviceError, match="2 devices for 1 ranks"):
+    with pytest.raises(DeviceError, match="2 devices for 1 rank:"):
         piped(plain.mlp(4), devices=["cpu", "cpu"])
 
 

@@ -36,7 +36,7 @@ def assert_told(facts, kinds, told):
 DIFFERENT_PIPELINES = {
     "version": r"^rank 1 has torch 2\.9\.1, rank 0 has torch [\d.]+$",
     "plan": r"^rank 1 has a plan with 0F3 at position 3 of row 0, rank 0 has a plan with 0B0 at ",
-    "sizes": r"3 ranks, 3 stages, 5 micro-batches, rank 0 has a plan with 3 ranks, 3 stages, 4 micro-batches$",
+    "sizes": r"ranks=3, stages=3, microbatches=5, rank 0 has a plan with ranks=3, stages=3, microbatches=4$",
     "model": r"^rank 1 has a model with 0\.weight of stage 0: \[8, 8\] float32, rank 0 has",
     "reduction": r"^rank 1 has reduction sum, rank 0 has reduction mean$",
     "buffers": r"^rank 1 has replicated_buffers lowest, rank 0 has replicated_buffers refuse$",
@@ -50,7 +50,7 @@ def test_what_differs_between_pipelines_is_told_on_all_processes(ends, case):
 
 def test_a_process_that_refuses_its_plan_is_missed_by_those_who_were_given_another(ends):
     first, odd, last = ends("ranks")
-    told = "the plan has 2 ranks and torchrun started 3 processes: there must be one process per rank"
+    told = "the plan has 2 ranks and pipelab launch started 3 processes: there must be one process per rank"
     assert_told([odd], "EngineError", f"^{told}")
     assert_told([first, last], "RankError", "^rank 1 made no Pipeline within 1")
     assert_told(ends("all ranks"), "EngineError", f"^{told}")

@@ -184,6 +184,14 @@ def test_how_often_each_microbatch_counts_names_the_mistake(counts, code, factor
     assert found.counts == pytest.approx(counts, abs=1e-4)
 
 
+@pytest.mark.parametrize(("counts", "undivided"), [([1, 1, 1, 4], "3 counts 4"), ([4, 1, 4, 1], "0, 2 count 4")])
+def test_a_loss_that_alone_is_not_divided_is_called_so(counts, undivided):
+    model = plain.mlp(2)
+    for factor in (1, 1 / 4):  # the others are right, or are divided twice
+        found = found_in(looped(model, [factor * count for count in counts]), model, 22, microbatches=4)
+        assert f"{undivided} times as much as the others, as if not divided by 4" in found.sentence
+
+
 @pytest.mark.parametrize(
     ("counts", "rows", "shares", "code", "microbatches"),
     [

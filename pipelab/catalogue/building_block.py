@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 
 from pipelab.catalogue.bases import VShaped
@@ -58,10 +59,10 @@ class BuildingBlock:
             while owed and free < slot:
                 row.append(owed.popleft())
                 free += 1
-            row.append(Action(each.kind, m, each.stage))
+            row.append(_action(each.kind, m, each.stage))
             free = slot + _slots(each)
             if fills and each.kind == first_half:
-                owed.append(Action(second_half, m, each.stage))
+                owed.append(_action(second_half, m, each.stage))
         return [*row, *owed]
 
     def plan(self, microbatches: int, name: str | None = None) -> Plan:
@@ -224,9 +225,12 @@ class Controlled(VShaped):
         yield from self.block.row(rank, self.microbatches)
 
 
+_action = lru_cache(maxsize=1 << 16)(Action)  # a search makes the same ones for each of its blocks
+
+
 def _slots(action: Action) -> int:
     """Return how many slots an action takes: one for each value that it gives."""
-    return len(action.traits.gives)
+    return len(TRAITS[action.kind].gives)
 
 
 def _word(action: Action) -> str:

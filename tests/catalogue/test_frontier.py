@@ -57,3 +57,8 @@ def test_a_pass_without_a_free_slot_gives_no_block():
 
 def test_one_rank_and_one_micro_batch_have_a_picture():
     assert "<circle" in pipelab.frontier(1, 1)._repr_svg_()
+
+
+def test_with_many_micro_batches_the_blocks_are_those_of_a_search_with_all_of_them():
+    found = pipelab.frontier(3, 24, pipelab.Cost(forward=1, backward=2, latency=0.5))
+    assert [(each.held, each.makespan) for each in found.points] == [(1, 171.5), (1.5, 160), (2, 91), (3, 77.5)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from operator import mul
 from typing import Any, TypeVar
 
@@ -89,6 +89,13 @@ class Layout:
 def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
     kind: Any = schedules[name]
     return kind(ranks, microbatches, *((stages_per_rank,) if issubclass(kind, Looped) else ()))  # type: ignore[no-any-return]
+
+
+@cache
+def _splits(name: str) -> bool:
+    """Return whether a schedule splits its backwards, whatever its sizes."""
+    kind: Any = schedules[name]
+    return "I" in kind(2, 4).draft().bound.kinds
 
 
 @lru_cache(maxsize=4096)
@@ -381,15 +388,19 @@ class Estimate:
     def at_least(self) -> float:
         """Seconds that a step cannot undercut, without a simulation: for each rank, its work and what surrounds it.
 
-        Before its first stage, a micro-batch passes all earlier stages forwards, and after it, all of them backwards.
+        Before its first stage, a micro-batch passes all earlier stages forwards, and after it, all of them backwards:
+        meanwhile, a schedule that splits backwards can compute the gradients of weights.
         """
-        work, first, before = [0.0] * self.layout.pipeline, [-1.0] * self.layout.pipeline, 0.0
+        many, fill, drain = self.layout.microbatches, 0.0, 0.0
+        own: dict[int, list[float]] = {}
         for rank, (forward, inputs, weights) in zip(self._ranks, self._spent, strict=True):
-            work[rank] += self.layout.microbatches * (forward + inputs + weights)
-            first[rank] = before if first[rank] < 0 else first[rank]
-            before += forward + inputs
-        own = [busy + start for busy, start in zip(work, first, strict=True)]
-        return max(own) + min(sum(each.values()) for each in self.after)
+            work = own.setdefault(rank, [fill, drain, 0.0])
+            work[0] += many * (forward + inputs)
+            work[2] += many * weights
+            fill, drain = fill + forward, drain + inputs
+        together = max if _splits(self.layout.schedule) else sum
+        most = max(busy + together((after, late)) for busy, after, late in own.values())
+        return most + min(sum(each.values()) for each in self.after)
 
     @cached_property
     def sent(self) -> dict[str, tuple[float, float]]:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import pipelab
+from pipelab.catalogue.bases import BothWays
 from pipelab.errors import FormatError, UsageError
 from pipelab.layouts.devices import device
 from pipelab.layouts.estimate import Estimate, Layout, cut
@@ -60,8 +61,8 @@ def test_stages_of_as_many_layers_but_of_another_kind_have_their_own_sizes():
 
 def test_a_search_finds_what_trying_everything_finds():
     model = Transformer(**SMALL)
-    few = pipelab.layout(model, gpus=4, memory=12, batch=8, top=3, schedules=["1f1b", "interleaved-1f1b"])
-    every = pipelab.layout(model, gpus=4, memory=12, batch=8, top=10**6, schedules=["1f1b", "interleaved-1f1b"])
+    few = pipelab.layout(model, gpus=4, memory=12, batch=8, top=3)
+    every = pipelab.layout(model, gpus=4, memory=12, batch=8, top=10**6)
     assert few.rows == every.rows[:3]
     for estimate in every.estimates:
         assert estimate.at_least <= estimate.seconds * (1 + 1e-9)
@@ -115,6 +116,17 @@ def test_zero_1_and_2_take_the_same_time_where_they_send_the_same(speed):
     assert times[0] == pytest.approx(times[1], rel=1e-12)
     many = [Estimate(Transformer(**SMALL), Layout(replicas=16, zero=zero, microbatches=4), slow) for zero in (1, 2)]
     assert many[0].sent["data"] < many[1].sent["data"]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 2), (4, 8), (6, 12)])
+def test_no_schedule_undercuts_the_time_that_ends_the_search(ranks, microbatches):
+    for name, kind in pipelab.schedules.items():
+        if kind.refusal(ranks, microbatches) is None and not (issubclass(kind, BothWays) or name == "bitpipe"):
+            own = kind(ranks, microbatches)
+            sizes = {"pipeline": ranks, "stages_per_rank": own.stages_per_rank, "microbatches": microbatches}
+            model = Transformer(**SMALL | {"layers": 24})
+            estimate = Estimate(model, Layout(**sizes, schedule=name), device("h100"))
+            assert estimate.at_least <= estimate.seconds * (1 + 1e-9), name
 
 
 def test_what_fits_nowhere_is_refused_with_the_least_that_is_needed():

@@ -368,7 +368,7 @@ def formulas(kind: type[pipelab.Schedule]) -> str:
     letters = (
         "`P` ranks, `M` micro-batches, rank `r`; `F`, `B`, `I` and `W` are the times of a forward, a backward and its "
         "two halves for a rank's share of the model, `T` the time of a transfer, `C` of a forward that runs again. "
-        "[All letters](../reference/schedules.md#the-catalogue)."
+        "[All letters](../reference/schedules.md#which-schedules-are-there-and-how-long-do-they-take)."
     )
     return "\n".join([*lines, "", letters])
 

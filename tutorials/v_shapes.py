@@ -148,8 +148,8 @@ for speed, halves, expected in ((1, 4, 29.5), (2, 6, 28.5), (3, 8, 26.5)):
     assert (trace.makespan, max(trace.peak_activations)) == (expected, halves)
 
 # %% [markdown]
-# `pipelab.frontier(P, M)` searches over four such speeds, one for each leg, and draws the
-# [curve of memory and bubble](../reference/schedules.md#a-building-block-instead-of-an-order) with all schedules on it.
+# `pipelab.frontier(P, M)` searches over four such speeds, one for each leg, and draws the [curve of memory and
+# bubble](../reference/schedules.md#how-do-i-write-a-building-block-instead-of-an-order) with all schedules on it.
 
 # %% [markdown]
 # ## Both directions

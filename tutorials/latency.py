@@ -22,9 +22,9 @@ far = pipelab.Cost(forward=1, backward=2, latency=0.5)  # each value arrives hal
 # %% [markdown]
 # ## Predict: GPipe, half a unit away
 #
-# Without latency, GPipe takes (8 + 3) × 3 = 33 units. Now each of the 8 × 3 outputs on their way down arrives half a
-# unit later, and so does each of the 8 × 3 gradients on their way up. A sender does not wait: it goes on computing. How
-# long does GPipe take?
+# Without latency, GPipe takes (8 + 3) × 3 = 33 units. Now each of the 8 × 3 outputs on their way down and each of the 8
+# × 3 gradients on their way up arrives half a unit later. A sender does not wait: it goes on computing. How long does
+# GPipe take?
 
 # %%
 my_prediction = None  # units: write your number here

@@ -57,7 +57,7 @@ class LoweredPlan:
 
         `0UNSHARD` and `0RESHARD` gather and free the weights of stages that are sharded with FSDP, `0REDUCE_GRAD`
         reduces their gradients; a plan with gathers of its own keeps them. `0WAIT_SEND_F3` waits until a send is over.
-        PyTorch gives these words turns when it places receives, so a few transfers may be elsewhere than in `rows`.
+        In PyTorch each of these words takes a slot, so a few transfers may be elsewhere than in `rows`.
 
         Args:
             torch: the version of PyTorch, such as `"2.13"`; by default the installed one, else the newest.

@@ -140,6 +140,7 @@ FALCON = {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 7
 BLOOM = {"n_embed": 14336, "n_layer": 70, "num_attention_heads": 112, "vocab_size": 250880}
 GEMMA = {"num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 24576, "vocab_size": 256000}
 GPT2 = {"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+STARCODER = {"n_embd": 6144, "n_head": 48, "n_inner": 24576, "n_layer": 40, "n_positions": 8192, "vocab_size": 49152}
 QWEN = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 151936}
 QWEN |= {"num_experts": 60, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
@@ -154,6 +155,7 @@ LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embedd
         ("bloom", BLOOM, 176_247_271_424),
         ("gemma", GEMMA | {"num_attention_heads": 16, "hidden_act": "gelu"}, 8_537_680_896),
         ("gpt2", GPT2, 124_439_808),
+        ("gpt_bigcode", STARCODER, 15_517_456_384),
         ("qwen2_moe", QWEN | {"num_attention_heads": 16, "num_experts_per_tok": 4}, 14_315_784_192),
         ("gemma3", {"vision_config": {"hidden_size": 1152}, "text_config": TEXT}, 3_880_099_328),
         ("llama", LLAMA, 8_030_261_248),
@@ -193,6 +195,25 @@ def test_a_configuration_that_no_estimate_fits_is_refused_by_name(tmp_path, said
     with pytest.raises(FormatError, match=f"(?s){told}") as error:
         Transformer.load(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windowed"),
+    [
+        ("mistral", 32),
+        ("starcoder2", 32),
+        ("gemma2", 16),
+        ("gpt_oss", 16),
+        ("cohere2", 24),
+        ("gemma3", 27),
+        ("qwen3", 0),
+    ],
+)
+def test_a_configurations_window_is_in_the_layers_that_its_model_type_gives_one(tmp_path, kind, windowed):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"model_type": kind, "sliding_window": 1024, "head_dim": 128}))
+    model = Transformer.load(path)
+    assert (model.window, model.windowed) == (1024, windowed)
 
 
 def test_a_windows_products_are_those_inside_the_mask():

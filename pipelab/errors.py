@@ -118,7 +118,7 @@ def clean(text: str, keep: str = "") -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return how many there are of something: `1 rank`, `2 micro-batches`."""
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def require_size(name: str, value: Any, most: int = MOST_SLOTS) -> int:

@@ -25,7 +25,7 @@ from pipelab.cli.believing import LEGEND, believable
 from pipelab.cli.running import Result, make_jobs, run_all
 from pipelab.draw import wording
 from pipelab.engine.stage.batch import row_counts
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.schedule import Schedule
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
@@ -167,10 +167,11 @@ def surprise(rows: Sequence[Row]) -> str:
     if not found:
         return ""
     slow, fast = found[-1]
-    others = f" (and in {len(found) - 1} more pairs)" if len(found) > 1 else ""
+    others = f" (nor {counted(len(found) - 1, 'other')})" if len(found) > 1 else ""
+    count = counted(slow["microbatches"], "micro-batch")
     return (
-        f"With {slow['microbatches']} micro-batches, {slow['method']} was measured faster than {fast['method']}, "
-        f"{_ms(slow)} against {_ms(fast)}: here, something other than the schedule decided{others}."
+        f"With {count}, {slow['method']} was measured faster than {fast['method']}, {_ms(slow)} "
+        f"against {_ms(fast)}: the schedule does not explain this difference{others}."
     )
 
 

@@ -182,8 +182,7 @@ class _Simulation:
             last: Kind = "W" if self.split else "B"
             releases = [replace(done, kind=last) for done in self.started[rank] if done.traits.forward]
             release = next(each for each in releases if each not in self.started[rank])
-            count = counted(self.held[rank], "activation")
-            limited = f"rank {rank} holds {count} (memory_cap {self.caps[rank]})"
+            limited = f"rank {rank} holds {counted(self.held[rank], 'activation')} (memory_cap {self.caps[rank]})"
             message = f"{limited}: {waiting} cannot start before {release} releases one, and {release} waits too"
             hint = f"give rank {rank} a memory_cap of more than {self.caps[rank]}, or none"
             faults.append(Fault("deadlock", rank, None, waiting, message, hint))

@@ -19,10 +19,10 @@ class ZBV(FilledV):
     Micro-batches go down the ranks and back up. A backward starts on rank 0, where its forward started, so every rank
     holds as much as 1F1B's rank 0: ZB-H2's gain, in 1F1B's memory.
 
-    With at least `2 * P - 1` micro-batches and equal times, no rank waits between its own first start and its own last
-    end. The makespan is longer, because the ranks do not start together: over the whole step, 4 ranks with 8
-    micro-batches have a bubble of 5.9 %, where 1F1B has 27.3 %. Every rank holds at most `2 * P` stage activations,
-    each half a rank's share: `P` of 1F1B's.
+    With at least `2 * P - 1` micro-batches and equal times, no rank waits between its first start and its last end. The
+    makespan is longer, because the ranks do not start together: over the whole step, 4 ranks with 8 micro-batches have
+    a bubble of 5.9 %, where 1F1B has 27.3 %. Every rank holds at most `2 * P` stage activations, each half a rank's
+    share: `P` of 1F1B's.
 
     The order is PyTorch's: fixed, and fitted to equal times. Where `W` is shorter than `F` and `I`, ranks wait; where
     `F` and `I` differ too, all ranks wait. The paper computes a new order for measured times.

@@ -65,8 +65,8 @@ class ZBH2(SingleStage):
 
     Rank `r` warms up with `2 * (P - r) - 1` forwards, which fill the time until its first input gradient comes, and
     puts its weight gradients off by `2 * r` micro-batches. The lanes are a parallelogram: with at least `2 * P - 1`
-    micro-batches and equal times, no rank waits between its own first start and its own last end. The ranks do not
-    start together: over the whole step, 4 ranks with 8 micro-batches have a bubble of 11.1 %.
+    micro-batches and equal times, no rank waits between its first start and its last end. The ranks do not start
+    together: over the whole step, 4 ranks with 8 micro-batches have a bubble of 11.1 %.
 
     The makespan need not be shorter: if `I` and `W` are equal and no longer than `F`, ZB-H1's makespan is the same. The
     gain is that rank 0 is done before the last rank, and can begin its next step right away if the optimizer allows it:

@@ -255,7 +255,7 @@ def compare(
     sizes: Sizes,
     times: Times,
     save: SaveComparison = None,
-    bound: Annotated[bool, typer.Option("--bound", help="how far each is above what any order must take")] = False,
+    bound: Annotated[bool, typer.Option("--bound", help="how far each is above any order of its actions")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
     other: Annotated[
         Path | None, typer.Option("--with", help="another simulator's .json of the same plan: what differs first")

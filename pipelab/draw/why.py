@@ -85,11 +85,11 @@ def sentence(trace: Trace, idle: Idle) -> str:
 
 
 def _behind(trace: Trace, rank: int, needer: Action) -> str:
-    """Return behind what the value stands that an action waits for."""
+    """Return behind what the value waits that an action needs."""
     bound = trace.plan.bound
     wait = Waits(trace).of(rank, bound.computing[rank].index(bound.codes.code(needer)))
     behind = wording.stood_behind(trace, wait) if wait is not None else ""
-    return f": {behind}" if behind else ", but whose transfer stands behind another"
+    return f": {behind}" if behind else ", but whose transfer waits behind another"
 
 
 def chain(trace: Trace, code: int) -> Iterator[str]:

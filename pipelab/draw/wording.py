@@ -8,7 +8,7 @@ from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from pipelab.errors import clean
+from pipelab.errors import clean, counted
 from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def span(trace: Trace, length: float | None = None) -> str:
 def figures(trace: Trace) -> str:
     """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
 
-    If ranks were idle because a value stood behind another transfer, that time follows too.
+    If ranks were idle because a value waited behind another transfer, that time follows too.
     """
     peaks = elided(trace.peak_activations)
     own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
@@ -112,7 +112,7 @@ def figures(trace: Trace) -> str:
 
 
 def stood_behind(trace: Trace, wait: Wait) -> str:
-    """Return behind which other transfer the value stood that an action waited for; empty if behind none."""
+    """Return behind which other transfer the value waited that an action waited for; empty if behind none."""
     transfer, code = wait.transfer, trace.plan.bound.codes.code
     if transfer is None or transfer.behind is None or not transfer.queued:
         return ""
@@ -120,11 +120,11 @@ def stood_behind(trace: Trace, wait: Wait) -> str:
     rank_of = trace.plan.bound.rank_of
     source, target = rank_of[code(giver)], rank_of[code(needer)]
     if transfer.target in (source, target):
-        end, other = "receive", f"that of {needer}" if target == transfer.target else f"the send of {giver}"
+        end, other = "receive", f"the one of {needer}" if target == transfer.target else f"the send of {giver}"
     else:
-        end, other = "send", f"that of {giver}" if source == transfer.source else f"the receive of {needer}"
+        end, other = "send", f"the one of {giver}" if source == transfer.source else f"the receive of {needer}"
     ready = number(transfer.start - transfer.queued)
-    return f"{transfer.giver} had given it by {ready}, but its {end} stood behind {other}"
+    return f"{transfer.giver} had made it by {ready}, but its {end} waited behind {other}"
 
 
 def _slanted(trace: Trace) -> bool:
@@ -135,19 +135,23 @@ def _slanted(trace: Trace) -> bool:
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
 
-    If the comparison has bounds, there is a column for how far each makespan is above its bound.
+    If the comparison has bounds, there is a column for how far each makespan is above its bound, or one for each bound.
     """
-    heads = ["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]
-    lines = [heads]
-    for row, trace in zip(comparison.rows, comparison.traces, strict=True):
+    rows = comparison.rows
+    lines = [["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]]
+    for row, trace in zip(rows, comparison.traces, strict=True):
         shares = [elided(row.peak_activations), percents(row.peak_share), percents(row.busy_share)]
         lines.append([called(row.name), span(trace), percent(row.bubble), *shares])
     if any(map(_slanted, comparison.traces)):
-        own = [elided(map(number, row.spans)) for row in comparison.rows]
+        own = [elided(map(number, row.spans)) for row in rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
-    if any(row.bound is not None for row in comparison.rows):
-        above = ["-" if not row.bound else percent(max(0.0, row.makespan / row.bound - 1)) for row in comparison.rows]
-        lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["above bound", *above], strict=True)]
+    before = ["-"] * len(rows)
+    for at, name, head in ((2, "bound", "of these actions"), (3, "bare_bound", "without C")):
+        above = [percent(max(0.0, row.makespan / least - 1)) if (least := getattr(row, name)) else "-" for row in rows]
+        if above != before:
+            cells = [f"above bound {head}", *above]
+            lines = [[*line[:at], cell, *line[at:]] for line, cell in zip(lines, cells, strict=True)]
+        before = above
     return list(map(tuple, lines))
 
 
@@ -176,9 +180,7 @@ def called(name: str) -> str:
     if not found:
         return name
     kind, ranks, microbatches, more = found.groups(default="")
-    sizes = (
-        f"{int(ranks):,} rank{'s' * (ranks != '1')}, {int(microbatches):,} micro-batch{'es' * (microbatches != '1')}"
-    )
+    sizes = f"{counted(int(ranks), 'rank')}, {counted(int(microbatches), 'micro-batch')}"
     more = re.sub(r"stages_per_rank=(\d+)", r"\1 stages per rank", more)
     return f"{NAMES.get(kind, kind)} · {sizes}{more}{name[found.end() :]}"
 

@@ -56,13 +56,13 @@ def read_layout(text: str | Sequence[Sequence[str]]) -> list[str]:
     while found != before:
         longer = sum(len(group or letter) * int(many) for group, letter, many in _REPEATED.findall(found))
         if len(found) + longer > _MOST:
-            raise FormatError(f"{shorten(text)} is no layout: it has more than {_MOST} letters and bars")
+            raise FormatError(f"{shorten(text)} is not a layout: it has more than {_MOST} letters and bars")
         before, found = found, _REPEATED.sub(lambda each: (each[1] or each[2]) * int(each[3]), found)
     if not _VALID.fullmatch(found):
         stages = found.split("|")  # of which the right one has as many decoder layers, each in its stage
         last = max((number for number, stage in enumerate(stages) if set("tm") & set(stage)), default=0)
         right = _letters([stage.count("t") for stage in stages], last, found.count("m"))
-        raise FormatError(f"{shorten(text)} is no layout: {_wrong(found)}\n  try: {write_layout(right)}")
+        raise FormatError(f"{shorten(text)} is not a layout: {_wrong(found)}\n  try: {write_layout(right)}")
     return found.split("|")
 
 

@@ -44,7 +44,7 @@ def load(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], step: 
     data = read_data(paths[0], "a trace")
     if len(paths) == 1 and "traceEvents" not in data:
         if step is not None:
-            raise UsageError(f"step={step}: {paths[0]} is no profile, and holds one step")
+            raise UsageError(f"step={step}: {paths[0]} is not a profile, and holds one step")
         return Trace(**read_saved(paths[0], data))
     name = Path(path).name if isinstance(path, (str, os.PathLike)) else counted(len(paths), "profile")
     later = ((str(each), read_data(each, "a trace")) for each in paths[1:])  # one by one: they may be large

@@ -99,7 +99,7 @@ class TrainingSetup:
         """Return the size of one pipeline: `OneFOneB(**setup.sizes())`."""
         sequences = self.batch // self.replicas
         if sequences % require_size("microbatch", microbatch):
-            raise UsageError(f"microbatch={microbatch}: a replica's {sequences} sequences are no multiple of it")
+            raise UsageError(f"microbatch={microbatch}: a replica's {sequences} sequences are not a multiple of it")
         return {"ranks": self.pipeline, "microbatches": sequences // microbatch}
 
 

@@ -71,7 +71,7 @@ def require_slices(after: After, codes: Codes, rank_of_slot: Sequence[int]) -> F
             return raised(asked, error, after, "return a list of micro-batches, empty for none")
         for each in before:
             if not within(each, microbatch):
-                message = f"{asked} names micro-batch {shorten(each)}, which is no earlier slice"
+                message = f"{asked} names micro-batch {shorten(each)}, which is not an earlier slice"
                 hint = "name only micro-batches with lower numbers, from 0 on: slices are numbered in their order"
                 return Fault("out-of-range", None, None, None, message, hint)
             earlier = codes.slot[forward[each][stage]]

@@ -272,8 +272,8 @@ class Plan:
 
         Example:
             >>> graph = Plan.parse(["0F0 0B0", "1F0 1B0"]).graph()
-            >>> for giver, needer, edge in graph.edges(data=True):
-            ...     print(giver, "gives", edge["value"], "to", needer)
+            >>> for producer, consumer, edge in graph.edges(data=True):
+            ...     print(producer, "gives", edge["value"], "to", consumer)
             0F0 gives out(0, 0) to 0B0
             0F0 gives out(0, 0) to 1F0
             1F0 gives out(0, 1) to 1B0

@@ -171,6 +171,7 @@ def lower_bound(
     *,
     memory_cap: int | Sequence[int] | None = None,
     memory: Memory | None = None,
+    bare: bool = False,
 ) -> float:
     """Return a time that no order of a plan's actions on its ranks can undercut.
 
@@ -186,6 +187,7 @@ def lower_bound(
         memory_cap: how many stage activations a rank may hold, or how many bytes if there is a `memory`: one number, or
             one per rank; `None` for any number.
         memory: how many bytes each stage takes.
+        bare: leave out the time of recomputations. Gathers and offloads count in no bound.
 
     Returns:
         The bound, in the cost's unit of time or in the trace's.
@@ -208,6 +210,8 @@ def lower_bound(
         TypeError: if `plan` is not a trace, a plan or a schedule, or if `cost` is not a `Cost`.
     """
     plan, lasts, delays, paired = _timed(plan, cost)
+    if bare:
+        lasts = [0.0 if TRAITS[kind].again else time for kind, time in zip(plan.bound.codes.kind, lasts, strict=True)]
     if memory_cap is not None and any(move.action.microbatch is not None for move in plan.bound.moves):
         raise UsageError(
             f"{plan.name} sends activations away: it has no bound under a memory cap\n  try: no memory_cap"

@@ -39,6 +39,7 @@ class Row:
         busy_share: for each rank, the share of the makespan that it worked.
         spans: for each rank, the time from its first start to its last end, in `unit`.
         bound: a time that no order of the same actions can undercut, in `unit`; `None` if it was not asked for.
+        bare_bound: that time without recomputations.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Row:
     busy_share: tuple[float, ...]
     spans: tuple[float, ...]
     bound: float | None = None
+    bare_bound: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def compare(
             `Cost.fit(trace)` predicts with the times of a measured trace.
         order: in which order ranks post their sends and receives: see `simulate`.
         transport: which transfers wait for each other: see `simulate`.
-        bound: whether the table says how far each makespan is above the `lower_bound` of its actions, in any order.
+        bound: whether the table says how far each makespan is above its `lower_bound`, and above the `bare` one.
 
     Example:
         >>> import pipelab
@@ -144,11 +146,7 @@ def compare(
         names = [", ".join(filter(None, (trace.name, trace.source, trace.note))) for trace in traces]
     if len(names) != len(traces):
         raise UsageError(f"compare got {counted(len(names), 'name')} for {counted(len(traces), 'trace')}")
-    bounds: tuple[float, ...] = ()
-    if bound:
-        both = zip(subjects, traces, strict=True)
-        bounds = tuple(lower_bound(*((trace,) if trace is each else (trace.plan, cost))) for each, trace in both)
-    return Comparison(traces, tuple(names), bounds)
+    return Comparison(traces, tuple(names), tuple(map(lower_bound, traces)) if bound else ())
 
 
 def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Order, transport: Transport) -> Trace:
@@ -168,4 +166,5 @@ def _row(trace: Trace, name: str, bound: float | None) -> Row:
     peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
     busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
     shares = (peak_share, busy_share)
-    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, *shares, trace.spans, bound)
+    bare = None if bound is None else lower_bound(trace, bare=True)
+    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, *shares, trace.spans, bound, bare)

@@ -287,7 +287,7 @@ class Cost:
             CostError: if traces have other stages, units or sources; if `typical` or `split` is none of the above.
 
         Warns:
-            UserWarning: if half of the repeated actions of measured traces differ by over 15 % from the usual one.
+            UserWarning: if the times of repeated actions of measured traces vary by over 15 %.
         """
         cost = cls(per="stage", **fitted(steps := listed(traces), split, typical))
         return replace(cost, spread=spread(steps, cost))
@@ -492,8 +492,7 @@ class Cost:
                 fewer = f", or add up neighbours with cost.merged({stages})" * (len(value) % stages == 0)
                 raise CostError(
                     f"{name} has {counted(len(value), 'number')} for {counted(stages, 'stage')}: give one number, or "
-                    "one per stage; costs from Cost.fit hold for the stages of its trace only: run the model with "
-                    f"{stages} and fit that trace{fewer}"
+                    f"one per stage; of a fitted cost, run the model with {stages} and fit that trace{fewer}"
                 )
             return [float(number) for number in value]
         return [value * share] * stages

@@ -61,8 +61,7 @@ def _warn_if_noisy(spans: Spans, times: Mapping[tuple[str, int], float]) -> None
     noise = off / (sum(map(sum, spans.values())) or 1.0)
     if noise > _TRUSTED:
         warnings.warn(
-            f"half of the repeated actions differ by {100 * noise:.0f} % or more from the usual one: other programs "
-            "used the processor, or micro-batches differ, so what these costs predict may be off by more\n"
+            f"timings vary by {100 * noise:.0f} % or more: the machine is busy, or the micro-batches differ\n"
             "  try: Cost.fit([step.trace, ...]) of five steps or more, while nothing else runs",
             stacklevel=4,
         )

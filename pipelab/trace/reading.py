@@ -23,7 +23,7 @@ _USUAL = {"name": "", "unit": "", "note": "", "lanes": [], "costs": {}} | {key: 
 _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "lists by name"}
 _PARTS = ("source", "target", "giver", "needer", "start", "end")
 _BEHIND = ("queued", "giver", "needer")
-"""What follows for a transfer that stood behind another one: how long, and which."""
+"""What follows for a transfer that waited behind another one: how long, and which."""
 
 
 def read_saved(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,12 +139,12 @@ def _moves(data: dict[str, Any], plan: Plan) -> list[Event]:
 
 
 def _behind(parts: Sequence[Any], anywhere: set[Action], where: str) -> tuple[float, tuple[Action, Action]] | tuple[()]:
-    """Return how long a transfer stood behind which other one; nothing if it did not."""
+    """Return how long a transfer waited behind which other one; nothing if it did not."""
     if not parts:
         return ()
     giver, needer = (Action.parse(_is(text, str, where)) for text in parts[1:])
     if not {giver, needer} <= anywhere:
-        raise FormatError(f"{where} stood behind {shorten(giver)} and {shorten(needer)}, which no rank lists")
+        raise FormatError(f"{where} waited behind {shorten(giver)} and {shorten(needer)}, which no rank lists")
     return time_of(parts[0], where), (giver, needer)
 
 

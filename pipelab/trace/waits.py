@@ -24,7 +24,7 @@ class Wait(NamedTuple):
         giver: the code of the action that gives it; for an `R`, of the last action before it on a rank of its group.
         ended: when that action ended.
         there: when the value arrived.
-        transfer: how it came from another rank, if it may have stood behind others; `None` for all other values.
+        transfer: how it came from another rank, if it may have waited behind others; `None` for all other values.
     """
 
     giver: int
@@ -33,7 +33,7 @@ class Wait(NamedTuple):
     transfer: Transfer | None = None
 
     def queued(self, free: float) -> float:
-        """Return how long a rank that was free since then was idle because the value stood behind another transfer."""
+        """Return how long a rank that was free since then was idle because the value waited behind another transfer."""
         if self.transfer is None:
             return 0.0
         return max(0.0, self.transfer.start - max(free, self.transfer.start - self.transfer.queued))

@@ -60,7 +60,7 @@ class Submission:
         for at, inner, names in os.walk(self.folder) if self.copied == "all" else ():
             inner[:] = [name for name in inner if not name.startswith(".")]
             paths += [Path(at, name) for name in names if not name.startswith(".")]
-        named = self.copied == "modules"  # by whoever grades
+        named = self.copied == "modules"  # by the teacher
         found = [each for each in dict.fromkeys(paths) if each.is_file() and (named or not each.is_symlink())]
         if not found or found[0] != paths[0]:
             raise OSError("it is a link or no file")
@@ -250,7 +250,7 @@ class _Server:
             [*sandbox(), sys.executable, "-P", "-m", "pipelab_course.grading.server", *["sandboxed"] * bool(sandbox())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=told | fixed | {"PYTHONHASHSEED": "0"},  # without whoever grades's keys and tokens
+            env=told | fixed | {"PYTHONHASHSEED": "0"},  # without the teacher's keys and tokens
             start_new_session=True,
         )
         try:

@@ -19,7 +19,7 @@ from pipelab.plan.transfers import Order, Transport
 
 
 class AmbiguousError(PipelabError):
-    """The grader cannot know what in a submission is to be graded; whoever grades must say."""
+    """The grader cannot know what in a submission is to be graded; the teacher must say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Homework:
     title: str
     file: str
     tasks: Sequence[Task]
-    seconds: float = 5.0  # for each submission, if whoever grades does not say
+    seconds: float = 5.0  # for each submission, if the teacher does not say
     not_reached: int = 0  # percent of its points that a task has if it was not reached
     not_reached_why: str = ""
 
@@ -169,7 +169,7 @@ class Grade:
     seconds: float = 0.0
     output: str = ""  # the beginning of what it printed; it is never graded
     to_read: str = ""  # what it reaches beyond the start file
-    ambiguous: bool = False  # whoever grades must first say what to grade; the reason is what
+    ambiguous: bool = False  # the teacher must first say what to grade; the reason is what
 
     @property
     def score(self) -> int:

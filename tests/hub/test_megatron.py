@@ -60,7 +60,7 @@ def test_what_is_written_is_read_again():
 
 @pytest.mark.parametrize("text", ["", "ttL", "Ett", "EtxL", "Et(tL", "Et|E|L", "EtmtL", "Em|mL", "Et*L", "E()*2L"])
 def test_what_is_no_layout_is_refused(text):
-    with pytest.raises(FormatError, match="is no layout"):
+    with pytest.raises(FormatError, match="is not a layout"):
         read_layout(text)
 
 

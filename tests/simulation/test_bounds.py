@@ -151,7 +151,16 @@ def test_a_comparison_has_a_column_for_the_bound_only_if_asked():
     assert [row.bound for row in compare(*subjects).rows] == [None, None]
     assert [row.bound for row in compare(*subjects, bound=True).rows] == [33, 27]
     assert "163.6 %" in str(compare(*subjects, bound=True))
+    assert "without C" not in str(compare(*subjects, bound=True))
     assert "bound" not in str(compare(*subjects))
+
+
+def test_an_order_that_recomputes_is_compared_with_one_that_does_not_too():
+    plain = pipelab.OneFOneB(4, 8)
+    found = compare(pipelab.with_recompute(plain), plain, cost=Cost(recompute=1), bound=True)
+    assert [row.bare_bound for row in found.rows] == [found.rows[1].bound] * 2
+    assert found.rows[0].bound > found.rows[1].bound
+    assert "without C" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_fit_for_other_stages_is_refused_with_the_next_move():
     with pytest.raises(CostError) as refusal:
         simulate(pipelab.GPipe(4, 4), fitted)
     assert str(refusal.value).startswith("forward has 2 numbers for 4 stages: give one number, or one per stage; ")
-    assert "run the model with 4 and fit that trace" in str(refusal.value)
+    assert "of a fitted cost, run the model with 4 and fit that trace" in str(refusal.value)
 
 
 def test_micro_batches_share_what_grows_with_the_rows_and_nothing_else():
@@ -299,10 +299,10 @@ def test_the_spread_says_how_far_each_step_is_from_what_the_costs_predict():
 def test_a_step_whose_actions_differ_is_warned_of_even_if_it_is_the_only_one():
     cost = Cost(forward=lambda m, s: 2 + m % 2, backward=lambda m, s: 4 + 2 * (m % 2))  # every other one is disturbed
     (noisy,), (quiet,) = [measured_as(simulate(pipelab.GPipe(2, 8), cost))], steps_of(1)
-    with pytest.warns(UserWarning, match=r"repeated actions .* 2\d % [^|]*try: Cost.fit\(\[") as found:
+    with pytest.warns(UserWarning, match=r"timings vary by 2\d % [^|]*try: Cost.fit\(\[") as found:
         Cost.fit(noisy)
     assert found[0].filename == __file__
-    with pytest.warns(UserWarning, match="repeated actions"):
+    with pytest.warns(UserWarning, match="timings vary"):
         Cost.fit([noisy, noisy, noisy])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

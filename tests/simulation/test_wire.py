@@ -178,8 +178,8 @@ def test_time_behind_another_transfer_is_idle_time_of_its_own():
     assert simulate(plan).queued == (0, 0, 0, 0)
     assert trace.queued == (0, 6, 2.5, 0)
     words = [wording.stood_behind(trace, wait) for row in waits(trace) for wait in row if wait is not None]
-    assert "0F1 had given it by 1, but its send stood behind the receive of 4F0" in words
-    assert any(text.endswith("but its receive stood behind that of 5B0") for text in words)
+    assert "0F1 had made it by 1, but its send waited behind the receive of 4F0" in words
+    assert any(text.endswith("but its receive waited behind the one of 5B0") for text in words)
     assert wording.figures(trace).endswith(", idle behind other transfers 0 6 2.5 0")
     assert trace.note == "transport rank"
     path = trace.critical_path  # goes through the transfer in front
@@ -193,7 +193,7 @@ def test_a_saved_trace_keeps_what_stood_behind_what(tmp_path):
     again = Trace.load(trace.save(tmp_path / "trace.json"))
     assert again == trace
     assert again.queued == trace.queued
-    assert "stood behind" in trace.save(tmp_path / "trace.html").read_text()
+    assert "waited behind" in trace.save(tmp_path / "trace.html").read_text()
 
 
 @pytest.mark.parametrize("behind", [[1, "0F0"], [1, "0F0", "oops"], ["x", "0F0", "1F0"], [1, "0F0", "9F9"]])

@@ -70,7 +70,7 @@ def test_a_transfer_that_waits_for_another_and_a_late_start_are_reasons_of_their
     there = Transfer(0, 1, F(0, 0), F(0, 1), 1.0, 1.0)
     trace = pipelab.Trace(plan, [[0, 6], [1, 2]], [[1, 8], [2, 4]], transfers=[there, behind])
     assert trace.ledger[0] == {"dependency": 3.0, "behind another transfer": 1.0, "transfer": 1.0}
-    assert "stands behind another" in trace.why(0, 4.5)
+    assert "waits behind another" in trace.why(0, 4.5)
     late = pipelab.Trace(pipelab.Naive(1, 1).plan(), [[0, 3]], [[1, 4]], source="measured")
     assert late.ledger[0] == {"order": 2.0}
 

@@ -295,6 +295,8 @@ function above(values, bound, low = 0, high = values.length) {
   return low;
 }
 
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 // As `number` in wording.py: numbers with at most two decimals in full, others with three digits.
 function number(value) {
   const known = Number(value.toPrecision(7)), // as many digits as the data have

@@ -112,7 +112,7 @@ function explainPath(model) {
     tag("h3", `Critical path: ${number(most)} of ${time(model.span, model.unit)} on rank ${rank}`),
     tag("p", ranks.map(([rank, each]) => `${number(each)} on rank ${rank}`).join(", ")),
     tag("p", kinds.map(([name, each]) => `${name} ${number(each)}`).join(", ")),
-    tag("p", `It is outlined. ${free} of ${model.count} actions have no slack: if one took longer, so would the step.`),
+    tag("p", `It is outlined. Without slack: ${free} of ${counted(model.count, "action")}. If one of these took longer, so would the step.`),
   ];
 }
 
@@ -186,7 +186,7 @@ function explainAction(timeline, place) {
   row(
     list,
     "memory",
-    `the rank holds ${held(start)} activations while it runs, ${held(end)} after it; its peak is ${lane.peak}`,
+    `the rank holds ${counted(held(start), "activation")} while it runs, ${held(end)} after it; its peak is ${lane.peak}`,
   );
   return [tag("h3", model.name(place)), list];
 }
@@ -220,7 +220,7 @@ function explainIdle(timeline, idle) {
         idle.reason === "transfer"
           ? " and is on its way"
           : idle.reason === "behind another transfer"
-            ? ", but its transfer stands behind another"
+            ? ", but its transfer waits behind another"
             : "";
       const behind = model.lanes[idle.rank].behind[next - model.first[idle.rank]];
       text.append(
@@ -349,7 +349,7 @@ function legend() {
     });
   if (look.memory) {
     const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
-      made = tag("span", `up to ${most} activations`);
+      made = tag("span", `up to ${counted(most, "activation")}`);
     if (data.cap) made.append(`; red line: the cap, ${data.cap}`);
     made.style.setProperty("--swatch", "var(--memory)");
     idle.push(made);

@@ -422,7 +422,7 @@ def require_like(example: Any, given: Any) -> None:
     if spec != other or any(map(_other_constant, ours, theirs)):
         raise BatchError(
             f"the model was traced with {_described(example)}, and the batch is {_described(given)}: the tracer "
-            "records names, and values that are no tensors\n  try: a batch like the example, or split the model again "
+            "records names, and values that are not tensors\n  try: a batch like the example, or split the model again "
             "with example= one micro-batch of this kind"
         )
 

@@ -152,7 +152,7 @@ def _error(failure: ProcessFailure) -> str:
 def _how(code: int) -> str:
     """Return how a process ended, by its exit code: negative for a signal."""
     if code >= 0:
-        return f"with exit code {code}: what it printed, if anything, stands above"
+        return f"with exit code {code}: what it printed, if anything, is above"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"killed by {name}{', as the system does where memory runs out' if name == 'SIGKILL' else ''}"
 

@@ -217,7 +217,7 @@ def open_store(rank: int, size: int, timeout: float | None) -> list[Any]:
     present: Any = _opened[0] if _opened else runtime.default_store() if dist.is_initialized() else None
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if present is None and not (host and port.isdecimal()):
-        raise EngineError(f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} are no address of rank 0: torchrun sets both")
+        raise EngineError(f"MASTER_ADDR={host!r} and MASTER_PORT={port!r} are not rank 0's address: torchrun sets both")
     make: Any = dist.TCPStore  # type: ignore[attr-defined]  # PyTorch's stubs leave it out
     holds = rank == 0 and not torchrun_holds_the_store()
     limit = duration(timeout)

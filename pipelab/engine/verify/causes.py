@@ -426,7 +426,7 @@ class Whole:
 
     @cached_property
     def shares(self) -> list[float]:
-        """Each micro-batch's weight in the loss of the batch, whatever the outputs; none if that is no weighted sum."""
+        """Each micro-batch's weight in the loss of the batch, for any outputs; none if that is not a weighted sum."""
         looks = list[torch.Tensor]()
         for by in (1.0, 0.3, 3.0):
             outputs = [map_tensors(partial(_stretched, by=by), part) for part in self.parts]
@@ -566,7 +566,7 @@ def _branch(e: Whole) -> str:
 def _beside(e: Whole) -> str:
     loss, along, _ = e.backwards(e.x, e.y)[1]
     off = relative((loss - along).norms, loss.norms)
-    return listed(left_on(e.named)) or "what is no output" if max(off.values()) > e.allowed else ""
+    return listed(left_on(e.named)) or "something that is not an output" if max(off.values()) > e.allowed else ""
 
 
 def _injected(e: Whole) -> tuple[str, ...]:
@@ -686,8 +686,8 @@ CAUSES = {
         at_once=_pairs,
     ),
     "loss-of-several-rows": Cause(
-        "loss_fn of the whole batch is no weighted sum of the micro-batches': it takes a statistic of several rows, as "
-        "an auxiliary loss does that balances experts",
+        "loss_fn of the whole batch is not a weighted sum of the micro-batches': it takes a statistic of several rows, "
+        "as an auxiliary loss does that balances experts",
         f"{_ONE_BY_ONE}; or a loss that is a mean or a sum over rows",
         at_once=lambda e: not e.shares,
     ),
@@ -731,7 +731,7 @@ CAUSES = {
         at_once=lambda e: any(e.odd) and _first_layer(e),
     ),
     "loss-beside": Cause(
-        "the loss depends on {}, beside the model's output, and is no weighted sum over micro-batches",
+        "the loss depends on {}, beside the model's output, and is not a weighted sum over micro-batches",
         f"return it with the output, so that it passes through the stages; {_ONE_BY_ONE}",
         at_once=_beside,
     ),

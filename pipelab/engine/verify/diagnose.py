@@ -183,7 +183,7 @@ def _learning(model: nn.Module, trained: Sequence[nn.Module]) -> dict[str, nn.Pa
     for given, parameter in pairs:
         name = names.get(parameter, given.replace("_orig_mod.", "").removeprefix("module."))
         if name not in own or not torch.equal(own[name].cpu(), parameter.cpu()):
-            why = "has other weights than the model's" if name in own else "is none of the model's that learn"
+            why = "has other weights than the model's" if name in own else "is not a parameter of the model that learns"
             raise UsageError(f"{given} in trained {why}\n  try: load the model's state_dict into it first")
         found[name] = parameter
     return found

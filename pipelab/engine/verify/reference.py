@@ -289,7 +289,7 @@ class Trial:
 
 
 class NoSumError(LossError):
-    """The loss of a batch is no weighted sum of its micro-batches' losses."""
+    """The loss of a batch is not a weighted sum of its micro-batches' losses."""
 
 
 def shares_of(
@@ -317,7 +317,7 @@ def shares_of(
             rest += float(own.norm()) / len(outputs)
     if rest > max(_OF_A_LOSS, rounding_of(slope.dtype for slope in at_once)) * float(flat(at_once).norm()):
         raise NoSumError(
-            "the loss of the whole batch is no weighted sum of the losses of its micro-batches, so no training on "
+            "the loss of the whole batch is not a weighted sum of the losses of its micro-batches, so no training on "
             "micro-batches has its gradients\n  try: reduction='mean', to compare with the mean of their losses by rows"
         )
     return shares

@@ -40,10 +40,6 @@ _TOLERANCE = 1e-6
 _TOLERANCE_ON_A_GPU = 1e-5
 """Likewise on a GPU: libraries choose other kernels for a part of it than for all of it; some add up in no order."""
 
-_WITH_OTHER_WEIGHTS = (
-    " with slightly different weights. With the present ones they differ by more, because rounding decides."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -96,7 +92,7 @@ class Verification:
         same = f"{match} plain training with the same {counted(self.microbatches, 'micro-batch')}{how}"
         if self.whole_batch_difference is None:
             return same
-        others = _WITH_OTHER_WEIGHTS if self.nearby else "."
+        others = " with slightly different weights: with the present ones rounding decides." * self.nearby or "."
         at_once = f"Against the whole batch at once they differ by at most {self.whole_batch_difference:.1e}{others}"
         return f"{same} {at_once}"
 

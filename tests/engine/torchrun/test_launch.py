@@ -50,7 +50,7 @@ def test_an_error_that_several_processes_raised_is_repeated_once_with_their_rank
         (-9, "killed by SIGKILL, as the system does where memory runs out"),
         (-11, "killed by SIGSEGV"),
         (-99, "killed by signal 99"),
-        (7, "with exit code 7: what it printed, if anything, stands above"),
+        (7, "with exit code 7: what it printed, if anything, is above"),
     ],
 )
 def test_where_nobody_said_anything_the_one_that_ended_first_is_named(failure, code, how):
@@ -111,7 +111,7 @@ def test_importing_pipelab_sets_no_hook_of_the_interpreter():
         ("raise ValueError('odd')", "ValueError: odd\n  at SCRIPT, line 5, in <module>: raise ValueError('odd')"),
         (
             "os._exit(7)",
-            "pipelab: rank 1 ended first, with exit code 7: what it printed, if anything, stands above",
+            "pipelab: rank 1 ended first, with exit code 7: what it printed, if anything, is above",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_process_that_makes_no_pipeline_is_missed(ends):
 ABSENT = {
     "no rank 2": (2, r"rank 2 made no Pipeline within 1"),
     "only rank 1": (1, r"rank 0 has not opened a store at 127\.0\.0\.1:\d+, where all processes meet: "),
-    "no port": (1, r"MASTER_ADDR='127\.0\.0\.1' and MASTER_PORT='' are no address of rank 0"),
+    "no port": (1, r"MASTER_ADDR='127\.0\.0\.1' and MASTER_PORT='' are not rank 0's address"),
 }
 
 

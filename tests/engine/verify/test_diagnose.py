@@ -612,7 +612,7 @@ def test_what_cannot_be_compared_is_refused():
         diagnose(step, model, torch.randn(20, 6), torch.randn(20, 6), mse, microbatches=0)
     with pytest.raises(UsageError, match="19 rows, and the batch has 20"):
         found_in(step, model, microbatches=[10, 9])
-    with pytest.raises(LossError, match="no weighted sum"):
+    with pytest.raises(LossError, match="not a weighted sum"):
         found_in(step, model, loss=contrast)
     assert found_in(step, model, loss=contrast, reduction="mean").code == "unexplained"
     with pytest.raises(UsageError, match="no parameter"):

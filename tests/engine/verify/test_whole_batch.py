@@ -121,7 +121,7 @@ def scales(self, given):
 torch.manual_seed(1)  # with a few seeds, such as 0, experts are used alike in both micro-batches
 CASES = {
     "pairs": (linear(), contrasts, ROWS, "loss_fn compares rows with each other: one row alone has no gradient"),
-    "in the loss": ([nn.Linear(6, 6), Experts("chances")], balanced, ROWS, "no weighted sum of the micro-batches'"),
+    "in the loss": ([nn.Linear(6, 6), Experts("chances")], balanced, ROWS, "not a weighted sum of the micro-batches'"),
     "a sum": (linear(), partial(mse, reduction="sum"), ROWS, r"weighs the micro-batches .*0\.5.* they weigh 1 1$"),
     "moving average": (linear(Centers()), mse, ROWS, r"1\.average changes in a forward, and with it the next output"),
     "attention": (

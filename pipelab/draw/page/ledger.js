@@ -34,7 +34,10 @@ function explainRange({ model }, { from, to }) {
   scroll.append(tableOf(sums, to - from));
   return [
     tag("h3", `From ${number(from)} to ${number(to)}`),
-    tag("p", `${time(to - from, model.unit)} on ${counted(model.lanes.length, "rank")}: ${equation(whole, totalOf(sums))}`),
+    tag(
+      "p",
+      `${time(to - from, model.unit)} on ${counted(model.lanes.length, "rank")}: ${equation(whole, totalOf(sums))}`,
+    ),
     scroll,
   ];
 }

@@ -112,7 +112,11 @@ function explainPath(model) {
     tag("h3", `Critical path: ${number(most)} of ${time(model.span, model.unit)} on rank ${rank}`),
     tag("p", ranks.map(([rank, each]) => `${number(each)} on rank ${rank}`).join(", ")),
     tag("p", kinds.map(([name, each]) => `${name} ${number(each)}`).join(", ")),
-    tag("p", `It is outlined. Without slack: ${free} of ${counted(model.count, "action")}. If one of these took longer, so would the step.`),
+    tag(
+      "p",
+      `It is outlined. Without slack: ${free} of ${counted(model.count, "action")}. ` +
+        "If one of these took longer, so would the step.",
+    ),
   ];
 }
 
@@ -186,7 +190,8 @@ function explainAction(timeline, place) {
   row(
     list,
     "memory",
-    `the rank holds ${counted(held(start), "activation")} while it runs, ${held(end)} after it; its peak is ${lane.peak}`,
+    `the rank holds ${counted(held(start), "activation")} while it runs, ` +
+      `${held(end)} after it; its peak is ${lane.peak}`,
   );
   return [tag("h3", model.name(place)), list];
 }

@@ -190,8 +190,7 @@ function explainAction(timeline, place) {
   row(
     list,
     "memory",
-    `the rank holds ${counted(held(start), "activation")} while it runs, ` +
-      `${held(end)} after it; its peak is ${lane.peak}`,
+    `the rank holds ${counted(held(start), "activation")} while it runs, ${held(end)} after; its peak is ${lane.peak}`,
   );
   return [tag("h3", model.name(place)), list];
 }

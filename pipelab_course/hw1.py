@@ -22,7 +22,7 @@ import torch
 
 from pipelab.cli.believing import LEGEND, believable
 from pipelab.draw import wording
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 from pipelab.table import Column, Table
 from pipelab_course.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
 from pipelab_course.figures import quoted
@@ -208,6 +208,7 @@ def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     judged: list[dict[str, Any]] = []
     doubted: set[tuple[str, float, int]] = set()  # model, delay and batch whose one process's time is doubtful
+    ones: dict[tuple[str, float, int], float | None] = {}  # by these, the predicted time of the fewest processes
     for row in rows:
         step, predicted = row["step_ms"], _predicted(row, rows)
         found, expected = (step, predicted) if predicted else (step + row["usual_step_off_ms"], step)
@@ -215,7 +216,9 @@ def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
         marked: tuple[str, ...] = () if believable(found, expected, row["others"]) else _TIMED
         if marked and row["processes"] == 1 and not row["data_parallel"]:
             doubted.add(alike)
-        if marked or alike in doubted:
+        one = ones.setdefault(alike, predicted)
+        off = one and predicted and row["speed_up"] and not believable(row["speed_up"], one / predicted, 0)
+        if marked or alike in doubted or off:
             marked += ("speed_up", "efficiency")
         judged.append({**row, "predicted_step_ms": predicted, "marked": marked})
     return judged
@@ -308,7 +311,7 @@ def numbers(rows: Sequence[Row], experiment: str | None = None) -> list[dict[str
 def _scaling(rows: Sequence[Row]) -> dict[str, str]:
     """Return the numbers of runs that differ in their processes only."""
     losses = [row["loss"] for row in rows]
-    found = {"model": rows[0]["model"], "processes": _processes(rows[-1])}
+    found = {"model": rows[0]["model"], "processes": counted(rows[-1]["processes"], "process")}
     if len({row["batch"] for row in rows}) > 1:
         return found
     if len(rows) > 1:
@@ -318,7 +321,7 @@ def _scaling(rows: Sequence[Row]) -> dict[str, str]:
     if last is None or last["processes"] == 1:
         return found
     found |= {
-        "processes": _processes(last),
+        "processes": counted(last["processes"], "process"),
         "ideal": str(last["processes"]),
         "last_ms": _took(last),
         "all_reduce_ms": _ms(last["communication"] * last["step_ms"]),
@@ -362,10 +365,6 @@ def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
     return found | ({"no_gpu": "a single DDP process"} if single["data_parallel_devices"] == 0 else {})
 
 
-def _processes(row: Row) -> str:
-    return f"{row['processes']} process{'es' if row['processes'] > 1 else ''}"
-
-
 def _delay(rows: Sequence[Row]) -> dict[str, str]:
     plain, slow = ([row for row in rows if (row["delay_ms"] > 0) == delayed] for delayed in (False, True))
     before, after = (fit_amdahl({row["processes"]: row["step_ms"] for row in each}) for each in (plain, slow))
@@ -407,10 +406,11 @@ def _straggler(rows: Sequence[Row]) -> dict[str, str]:
         return {}
     plain, late = rows
     longer = [after - before for before, after in zip(plain["rank_ms"][1:], late["rank_ms"][1:], strict=True)]
-    believed = not (plain["marked"] or late["marked"])
+    more = late["step_ms"] - plain["step_ms"]
+    believed = not (plain["marked"] or late["marked"]) and believable(more, _STRAGGLER_MS, 0)
     return {
-        "straggler_longer": quoted(_ms(late["step_ms"] - plain["step_ms"]), _ms(_STRAGGLER_MS), believed),
-        "straggler_others": f"{len(longer)} other rank{'s' * (len(longer) > 1)}",
+        "straggler_longer": quoted(_ms(more), _ms(_STRAGGLER_MS), believed),
+        "straggler_others": counted(len(longer), "other rank"),
         "straggler_least": _ms(min(longer)),
         "straggler_most": _ms(max(longer)),
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,11 +24,14 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import Naive
+from pipelab.cli.believing import LEGEND, Watch, believable
 from pipelab.cli.running import Job, linear_stack
 from pipelab.draw import wording
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
+from pipelab.errors import counted
 from pipelab.table import Column, Table
+from pipelab_course.figures import quoted
 from pipelab_course.grading.emulated import Calls, emulated
 
 Row = Mapping[str, Any]
@@ -160,7 +164,8 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         pipe.step(x, y)  # the first step warms up
-        times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
+        with (watch := Watch()):
+            times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
         peaks = _megabytes_of(map(torch.cuda.max_memory_allocated, devices)) if len(gpus) == len(sizes) else None
         activations = _activations(pipe.stages.modules, devices, x)
     parameters = [[*stage.parameters()] for stage in stages]
@@ -173,6 +178,7 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
     totals = _megabytes_of(map(sum, zip(*parts.values(), strict=True)))
     return {
         "step_time_ms": median(times),
+        "others": watch.others(),
         "memory_mb": totals,
         "most_mb": max(totals),
         **{name: _megabytes_of(values) for name, values in parts.items()},
@@ -217,15 +223,22 @@ _NOTES = (
 )
 
 
+def _judged(rows: Sequence[Row]) -> list[Row]:
+    """Return rows, with times marked if other programs ran, or if more devices made a step shorter: they cannot."""
+    judged: list[Row] = []
+    for row in rows:
+        alike = (each for each in rows if each["depth"] == row["depth"])
+        least = min(alike, key=itemgetter("devices"))["step_time_ms"]
+        believed = believable(min(row["step_time_ms"], least), least, row["others"])
+        judged.append({**row, "marked": () if believed else ("step_time_ms",)})
+    return judged
+
+
 def table(rows: Sequence[Row]) -> Table:
     """Return the table of measured rows. Its plot is over the depths if there are several, else over the devices."""
+    rows = _judged(rows)
     several = len({row["depth"] for row in rows}) > 1
-
-    def label(row: Row) -> str:
-        if row["split"] == "halves":
-            return "i < depth // 2"
-        return f"even, {_devices(row)}" if several else "even"
-
+    names = {"halves": "i < depth // 2", "even": "even, {}" if several else "even"}
     columns = [
         Column("model", "layers placed"),
         Column("depth"),
@@ -240,11 +253,14 @@ def table(rows: Sequence[Row]) -> Table:
     if any(row["allocator_peak_mb"] for row in rows):
         columns.append(Column("allocator_peak_mb", "allocator's peak, MB", _megabytes))
     axes = ("depth" if several else "devices", ("step_time_ms", "most_mb"))
-    return Table([{"model": label(row), **row} for row in rows], columns, axes=axes, notes=_NOTES)
+    notes = [f"{LEGEND} More devices cannot make a step shorter."] * any(row["marked"] for row in rows) + [*_NOTES]
+    return Table(
+        [{"model": names[row["split"]].format(_devices(row)), **row} for row in rows], columns, axes=axes, notes=notes
+    )
 
 
 def _devices(row: Row) -> str:
-    return f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+    return counted(row["devices"], "device")
 
 
 def _megabytes(values: Sequence[float]) -> str:
@@ -255,20 +271,24 @@ def numbers(rows: Sequence[Row]) -> dict[str, str]:
     """Return what the homework's questions are answered with, by name: of the largest depth, and along all depths."""
     if not rows:
         return {}
-    last = rows[-1]
-    ones = [row for row in rows if row["depth"] == last["depth"]]
-    found = {"depth": str(last["depth"]), "calls": str(last["calls"]), "crossings": str(last["moves"][1])}
+    rows = _judged(rows)
+    ones = sorted((row for row in rows if row["depth"] == rows[-1]["depth"]), key=itemgetter("devices"))
+    few, many, step = ones[0], ones[-1], Column("step_time_ms", show=wording.number)
+    both = [few, many] if few["devices"] < many["devices"] else [many]
+    found = {
+        "depth": str(many["depth"]),
+        "many": _devices(many),
+        "crossings": counted(many["moves"][1], "crossing"),
+        "times": "; ".join(f"{_devices(row)}: {step.cell(row)} ms" for row in both),
+        "most": " and ".join(f"{_megabytes([row['most_mb']])} MB on one of {_devices(row)}" for row in both),
+        "copies": " and ".join(f"{sum(row['moves'])} of {row['calls']} calls on {_devices(row)}" for row in both),
+    }
     found |= {row["split"]: landing(row["layers"]) for row in ones}
-    few, many = (pick(ones, key=lambda row: row["devices"]) for pick in (min, max))
-    for name, row in {"few": few, "many": many}.items():
-        found[name] = _devices(row)
-        found[f"{name}_ms"] = f"{wording.number(row['step_time_ms'])} ms"
-        found[f"{name}_mb"] = f"{_megabytes([row['most_mb']])} MB"
-        found[f"{name}_copies"] = str(sum(row["moves"]))
-    if many["step_time_ms"] < few["step_time_ms"]:
+    if many["step_time_ms"] < both[0]["step_time_ms"]:
         found["shorter"] = f"{wording.number(few['step_time_ms'] - many['step_time_ms'])} ms"
-    first = next(row for row in rows if (row["split"], row["devices"]) == (last["split"], last["devices"]))
-    if first is not last:
-        found |= {"flattest": str(first["depth"]), "deepest": f"{last['depth']} layers"}
-        found["ratio"] = f"{last['step_time_ms'] / first['step_time_ms']:.1f}"
+    first = next(row for row in rows if (row["split"], row["devices"]) == (many["split"], many["devices"]))
+    if first is not many:
+        found |= {"flattest": str(first["depth"]), "deepest": f"{many['depth']} layers"}
+        ratio, layers = many["step_time_ms"] / first["step_time_ms"], many["depth"] / first["depth"]
+        found["ratio"] = quoted(f"{ratio:.1f}", f"{layers:.3g}", not many["marked"] and believable(ratio, layers, 0))
     return found

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.catalogue import Interleaved1F1B, OneFOneB
 from pipelab.draw import wording
-from pipelab.errors import UsageError, require_size
+from pipelab.errors import UsageError, counted, require_size
 from pipelab.plan.plan import Plan
 from pipelab.schedule import Schedule, replicate
 from pipelab.simulation.clock import simulate
@@ -83,8 +83,7 @@ class Hybrid:
     @property
     def work(self) -> str:
         """What is computed, in words, stage by stage."""
-        stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
-        return f"{self._batch} through {stages} of {self.forward:g} + {self.backward:g} ms"
+        return f"{self._batch} through {counted(self.stages, 'stage')} of {self.forward:g} + {self.backward:g} ms"
 
     @property
     def whole_work(self) -> str:
@@ -95,7 +94,7 @@ class Hybrid:
     @property
     def _batch(self) -> str:
         rows = f" of {self.rows} rows" if self.rows > 1 else ""
-        return f"{self.all_microbatches} micro-batch{'es' if self.all_microbatches > 1 else ''}{rows}"
+        return f"{counted(self.all_microbatches, 'micro-batch')}{rows}"
 
     @property
     def cost(self) -> Cost:

@@ -158,6 +158,14 @@ def test_a_delayed_time_is_marked_if_it_is_off_what_the_delay_predicts(computed)
     assert (found["straggler_others"], found["straggler_least"]) == ("1 other rank", "20 ms")
 
 
+def test_a_speed_up_is_marked_if_it_is_off_what_the_delay_predicts(computed):
+    planned = hw1.runs(["16x2"], [1, 2], experiment="delay")
+    rows = [each | {"usual_step_off_ms": 0, "others": 0} for each in hw1.measurements(planned)]
+    assert not any(each["marked"] for each in hw1.table(rows, "delay").rows)
+    rows[2:] = rows[2] | {"step_ms": 16}, rows[3] | {"step_ms": 15.5, "speed_up": 16 / 15.5}  # each within 15 %
+    assert [each["marked"] for each in hw1.table(rows, "delay").rows] == [(), (), (), ("speed_up", "efficiency")]
+
+
 def test_where_more_processes_are_not_faster_there_is_no_serial_fraction():
     plain = [row(1, 10, **SHOWN), row(2, 20, **SHOWN)]
     slow = [each | {"run": "m, DDP + 10 ms", "delay_ms": 10, "step_ms": each["step_ms"] + 10} for each in plain]

@@ -82,18 +82,34 @@ def test_a_sweep_has_every_depth_in_halves_and_on_every_number_of_devices():
 def test_the_numbers_say_where_layers_are_and_what_moved():
     found = hw3.numbers(list(hw3.measurements([10, 20], [3], width=8, batch=4, steps=1)))
     assert found["even"] == "layers 0 to 6 on device 0, 7 to 13 on device 1, 14 to 19 on device 2"
-    assert [found[name] for name in ("calls", "few_copies", "many_copies", "crossings")] == ["20", "2", "3", "2"]
+    assert found["copies"] == "2 of 20 calls on 2 devices and 3 of 20 calls on 3 devices"
+    assert found["crossings"] == "2 crossings"
     assert (found["deepest"], found["flattest"]) == ("20 layers", "10")
+
+
+def test_one_number_of_devices_is_named_once():
+    found = hw3.numbers(list(hw3.measurements([4], [2], width=8, batch=4, steps=1)))
+    assert (found["times"] + found["most"] + found["copies"]).count("2 devices") == 3
+    assert found["crossings"] == "1 crossing"
+    assert "shorter" not in found
+
+
+def test_a_time_that_more_devices_cannot_reach_is_marked():
+    rows = list(hw3.measurements([5], [5], width=4, batch=2, steps=1))
+    few, many = (row | {"step_time_ms": time, "others": 0.0} for row, time in zip(rows, (100.0, 80.0), strict=True))
+    assert "80*" in str(hw3.table([few, many]))
+    assert "*" not in str(hw3.table([few, many | {"step_time_ms": 130.0}])).partition("MB:")[0]
+    assert "130*" in str(hw3.table([few, many | {"step_time_ms": 130.0, "others": 0.2}]))
 
 
 def test_a_step_that_more_devices_made_shorter_is_not_called_longer():
     rows = list(hw3.measurements([5], [5], width=4, batch=2, steps=1))
     for of_two, of_five, surprising in ((640.6, 428.5, True), (225.7, 255.0, False), (100.0, 99.0, True)):
         for row, step_time in zip(rows, (of_two, of_five), strict=True):
-            row["step_time_ms"] = step_time
+            row |= {"step_time_ms": step_time, "others": 0.0}
         found = hw3.numbers(rows)
         assert ("shorter" in found) == surprising
-        assert (found["few_ms"], found["many"]) == (f"{wording.number(of_two)} ms", "5 devices")
+        assert found["times"].startswith(f"2 devices: {wording.number(of_two)} ms; 5 devices: ")
 
 
 def test_fewer_layers_than_devices_are_refused_before_any_work():

@@ -55,9 +55,8 @@ def with_recompute(
 
     Raises:
         ScheduleError: if the plan has faults.
-        UsageError: if the plan lacks one of `stages`;
-            if `ahead` is neither 0 nor a positive whole number, or if the plan gathers weights and `ahead` is
-            not 0.
+        UsageError: if the plan lacks one of `stages`; if `ahead` is neither 0 nor a positive whole number; or if the
+            plan gathers weights and `ahead` is not 0.
     """
     most = 0 if ahead == 0 else require_size("ahead", ahead)
     plan = as_plan(plan)

@@ -81,9 +81,8 @@ class Comparison:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the comparison; the suffix is the format. Return the path.
 
-        `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` holds the table as readers see it,
-        and `csv` has all values of `rows` in full: one line per trace; a cell with
-        figures per rank separates them by blanks.
+        `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` holds the table as readers see it. `csv`
+        has all values of `rows` in full: one line per trace, and blanks between the figures of a cell.
 
         Raises:
             FormatError: if the suffix is another one.

@@ -30,14 +30,12 @@ function tableOf(sums, length) {
 function explainRange({ model }, { from, to }) {
   const sums = model.sums(from, to),
     whole = (to - from) * model.lanes.length,
+    ranks = counted(model.lanes.length, "rank"),
     scroll = tag("div", "", "figures");
   scroll.append(tableOf(sums, to - from));
   return [
     tag("h3", `From ${number(from)} to ${number(to)}`),
-    tag(
-      "p",
-      `${time(to - from, model.unit)} on ${counted(model.lanes.length, "rank")}: ${equation(whole, totalOf(sums))}`,
-    ),
+    tag("p", `${time(to - from, model.unit)} on ${ranks}: ${equation(whole, totalOf(sums))}`),
     scroll,
   ];
 }

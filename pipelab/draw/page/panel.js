@@ -112,11 +112,8 @@ function explainPath(model) {
     tag("h3", `Critical path: ${number(most)} of ${time(model.span, model.unit)} on rank ${rank}`),
     tag("p", ranks.map(([rank, each]) => `${number(each)} on rank ${rank}`).join(", ")),
     tag("p", kinds.map(([name, each]) => `${name} ${number(each)}`).join(", ")),
-    tag(
-      "p",
-      `It is outlined. Without slack: ${free} of ${counted(model.count, "action")}. ` +
-        "If one of these took longer, so would the step.",
-    ),
+    tag("p", `It is outlined. Without slack: ${free} of ${counted(model.count, "action")}.`),
+    tag("p", "If one of these took longer, so would the step."),
   ];
 }
 

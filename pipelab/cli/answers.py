@@ -123,32 +123,33 @@ def layout(
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="how many devices")],
     memory: Annotated[float | None, typer.Option(help="GB (10⁹ bytes) of each; by default, the device's own")] = None,
     device: Annotated[str, typer.Option(help="a device by name, such as a100 or h100")] = "h100",
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="sequences in a step; by default, four million tokens")
-    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="sequences in a step; by default 4 million tokens")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="tokens in a sequence, instead of the file's")] = None,
     margin: Annotated[float, typer.Option(min=0, max=0.9, help="share of the memory left for the runtime")] = 0.06,
     top: Annotated[int, typer.Option(min=1, help="how many layouts to show")] = 10,
+    sets: Annotated[list[str] | None, typer.Option("--set", help='your own values: "tp=8 pp=4"; repeatable')] = None,
+    schedules: Annotated[str, typer.Option(help="the schedules to try")] = "1f1b,interleaved-1f1b,zb-h1,zbv,v-half",
     save: SaveTable = None,
 ) -> None:
     """Rank the layouts of a dense model that fit.
 
-    Tensor, context, expert, data and pipeline parallelism, ZeRO, schedule, micro-batches and recomputation; and the
-    quickest one's step, term by term.
+    Then where the quickest one's step spends its time, and what each rank holds. --set fixes some or all of TP, CP, EP,
+    DP (how many devices share a layer, a sequence, the experts, the batch), PP (ranks of the pipeline), v (stages on a
+    rank), M (micro-batches of a replica), b (sequences in one), zero, schedule, recompute (none, selective, full).
 
-    Columns: TP, CP, EP, DP: how many devices share a layer, a sequence, the experts, the batch; PP: the pipeline's
-    ranks; v: stages on a rank; M: micro-batches of a replica; b: sequences in one; above bound: how much longer the
-    step is than any order of its actions must take; MFU: the share of the peak; GB: what the fullest device holds.
-    Sent inside, between nodes: by each device of the first rank in a step.
+    Above bound: how much longer the step is than any order of its actions must take. MFU: the share of the peak.
+    GB: what the fullest device holds. Sent: by each device of the first rank in a step, inside and between nodes.
 
-    For example: pipelab layout config.json --gpus 64 --memory 80 --sequence 8192
+    For example: pipelab layout config.json --gpus 64 --sequence 8192 --set "tp=4 pp=4 recompute=full"
     """
     require_writable(save, TABLE)
     found = pipelab.layout(
-        model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, margin=margin, top=top
-    )
+        model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, margin=margin, top=top,
+        schedules=schedules, **settings(" ".join(sets or []).replace(",", " ").split(), such="tp=8"),
+    )  # fmt: skip
     print_and_save(found.table, save)
     print_and_save(found.terms, None)
+    print_and_save(found.held, None)
 
 
 @grouped

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 from operator import mul
 from typing import Any, TypeVar
 
 from pipelab.catalogue import schedules
-from pipelab.catalogue.bases import Looped
 from pipelab.checking.memory import Memory
-from pipelab.errors import UsageError, counted
+from pipelab.errors import UsageError, counted, require_size
 from pipelab.layouts.devices import Device, Group
 from pipelab.layouts.published import mfu
 from pipelab.layouts.transformer import Layer, Transformer
@@ -38,6 +37,10 @@ _PASSES = {0: [(0, 0)] * 3, 1: [(0, 0)] * 3, 2: [(0, 0), (0, 0), (0, 1)], 3: [(1
 
 _AFTER = {0: (0, 2), 1: (1, 1), 2: (1, 0), 3: (0, 0)}
 """The same after the last micro-batch; an all-reduce is two rounds."""
+
+_KNOWN: dict[str, Sequence[object]] = {
+    "zero": range(4), "recompute": ("none", "selective", "full"), "overlap": (True, False), "schedule": [*schedules],
+}  # fmt: skip
 
 _OPERATIONS = 6
 """Operations without matrix products in a forward of a layer: two norms, two sums, positions, the activation."""
@@ -79,6 +82,14 @@ class Layout:
     recompute: str = "none"
     overlap: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what is not a positive size, and words and levels that there are not."""
+        for name in (each.name for each in fields(self)):
+            if name not in _KNOWN:
+                require_size(name, getattr(self, name))
+            elif getattr(self, name) not in _KNOWN[name]:
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected {', '.join(map(str, _KNOWN[name]))}")
+
     @property
     def devices(self) -> int:
         """How many devices there are."""
@@ -87,8 +98,7 @@ class Layout:
 
 @lru_cache(maxsize=512)
 def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
-    kind: Any = schedules[name]
-    return kind(ranks, microbatches, *((stages_per_rank,) if issubclass(kind, Looped) else ()))  # type: ignore[no-any-return]
+    return schedules[name](ranks, microbatches, stages_per_rank)
 
 
 @cache
@@ -102,6 +112,8 @@ def _splits(name: str) -> bool:
 def _places(*sizes: Any) -> list[int]:
     """Return the rank of each stage of a schedule."""
     schedule = _schedule(*sizes)
+    if schedule.slices > 1 or len({schedule.place(each, 0) for each in range(schedule.microbatches)}) > 1:
+        raise UsageError(f"schedule={sizes[0]}: estimates are for whole sequences, and each stage on one rank")
     return [schedule.place(0, stage) for stage in range(schedule.stages)]
 
 
@@ -191,21 +203,15 @@ class Estimate:
         """Refuse a layout that the model cannot have."""
         layout, model = self.layout, self.model
         sharing, stages = layout.tensor * layout.context * layout.replicas, layout.pipeline * layout.stages_per_rank
-        why = ""
-        if model.heads % layout.tensor:
-            why = f"tensor={layout.tensor} does not divide {counted(model.heads, 'head')}"
-        elif model.sequence % layout.context:
-            why = f"context={layout.context} does not divide {counted(model.sequence, 'token')}"
-        elif layout.expert > 1 and model.experts % layout.expert:
-            why = f"{counted(model.experts, 'expert')} on {layout.expert} devices"
-        elif sharing % layout.expert:
-            why = f"expert={layout.expert} does not divide {counted(sharing, 'device')} of a stage"
-        elif stages > model.layers + 2:
-            why = f"{counted(stages, 'stage')}, but only {counted(model.layers, 'layer')} and two ends"
-        elif layout.zero not in range(4):
-            why = f"zero={layout.zero}: expected 0 to 3"
-        if why:
-            raise UsageError(f"no such layout: {why}")
+        refusals = {
+            f"tensor={layout.tensor} does not divide {counted(model.heads, 'head')}": model.heads % layout.tensor,
+            f"context={layout.context} does not divide {model.sequence} tokens": model.sequence % layout.context,
+            f"{counted(model.experts, 'expert')} on {layout.expert} devices": (model.experts or 1) % layout.expert,
+            f"expert={layout.expert} does not divide {sharing} devices of a stage": sharing % layout.expert,
+            f"{stages} stages, but only {counted(model.layers, 'layer')} and two ends": stages > model.layers + 2,
+        }
+        if why := [why for why, refused in refusals.items() if refused]:
+            raise UsageError(f"no such layout: {why[0]}")
 
     @property
     def _sizes(self) -> tuple[str, int, int, int]:
@@ -377,7 +383,7 @@ class Estimate:
     def terms(self) -> Terms:
         """The seconds of a step, term by term, on the rank that works most; the rest of the step it waits."""
         ranks: list[Terms] = [{} for _ in range(self.layout.pipeline)]
-        for stage, (rank, parts) in enumerate(zip(self._ranks, self.work, strict=True)):
+        for stage, (rank, parts) in enumerate(zip(self.ranks, self.work, strict=True)):
             terms = ranks[rank]
             for many, part in [*((self.layout.microbatches, part) for part in parts), (1, self.after[stage])]:
                 for name, seconds in part.items():
@@ -393,7 +399,7 @@ class Estimate:
         """
         many, fill, drain = self.layout.microbatches, 0.0, 0.0
         own: dict[int, list[float]] = {}
-        for rank, (forward, inputs, weights) in zip(self._ranks, self._spent, strict=True):
+        for rank, (forward, inputs, weights) in zip(self.ranks, self._spent, strict=True):
             work = own.setdefault(rank, [fill, drain, 0.0])
             work[0] += many * (forward + inputs)
             work[2] += many * weights
@@ -406,7 +412,7 @@ class Estimate:
     def sent(self) -> dict[str, tuple[float, float]]:
         """The bytes that each device of the first rank sends in a step: inside its node, and between nodes."""
         many, found = self.layout.microbatches, dict.fromkeys(_MOVES, (0.0, 0.0))
-        stages = [stage for stage, rank in enumerate(self._ranks) if rank == 0]
+        stages = [stage for stage, rank in enumerate(self.ranks) if rank == 0]
 
         def add(name: str, group: str, size: float) -> None:
             found[name] = tuple(map(sum, zip(found[name], self.groups[group].sent(size), strict=True)))  # type: ignore[assignment]
@@ -427,7 +433,7 @@ class Estimate:
         return found
 
     @property
-    def _ranks(self) -> list[int]:
+    def ranks(self) -> list[int]:
         """The rank of each stage."""
         return _places(*self._sizes)
 
@@ -525,7 +531,7 @@ class Estimate:
     def one_microbatch(self) -> int:
         """Bytes that the fullest rank holds of its weights, the optimizer's state and one micro-batch's activations."""
         held = [0] * self.layout.pipeline
-        for rank, (weights, _, optimizer, kept) in zip(self._ranks, self._stored, strict=True):
+        for rank, (weights, _, optimizer, kept) in zip(self.ranks, self._stored, strict=True):
             held[rank] += weights + optimizer + kept
         return max(held)
 
@@ -547,7 +553,7 @@ class Estimate:
     def bytes(self) -> tuple[float, ...]:
         """The most bytes that each rank of the pipeline holds: the peaks of `use`, from the order of its actions."""
         always = [0] * self.layout.pipeline
-        for rank, (weights, _, optimizer, _) in zip(self._ranks, self._stored, strict=True):
+        for rank, (weights, _, optimizer, _) in zip(self.ranks, self._stored, strict=True):
             always[rank] += weights + optimizer
         each = [kept for *_, kept in self._stored] + [gradients for _, gradients, *_ in self._stored]
         found = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from bisect import insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from pipelab.catalogue import schedules as catalogue
 from pipelab.catalogue.bases import Looped
@@ -24,7 +27,12 @@ GB = 10**9
 _SHORT = 4096
 """Sequences are cut into no shorter parts."""
 
-_SIZES = ("tensor", "context", "expert", "replicas", "pipeline")
+_NAMES = {
+    "TP": "tensor", "CP": "context", "EP": "expert", "DP": "replicas", "PP": "pipeline", "ZeRO": "zero",
+    "schedule": "schedule", "v": "stages_per_rank", "M": "microbatches", "b": "microbatch", "recompute": "recompute",
+}  # fmt: skip
+"""What readers call the values of a layout."""
+
 _SEQUENCE = 8192
 """How many tokens a sequence has if nothing is said, and the model allows as many."""
 
@@ -39,14 +47,12 @@ class Layouts:
     Attributes:
         estimates: each layout with its times and bytes, the quickest first.
         tried: how many layouts there are, in any memory.
-        full: how many of them do not fit even one micro-batch into the memory.
         memory: the bytes of each device, and the share of them that is left for the runtime.
         longest: the tokens that the model's file allows in a sequence, if 8,192 were taken instead; else 0.
     """
 
     estimates: tuple[Estimate, ...]
     tried: int
-    full: int
     memory: tuple[float, float]
     longest: int = 0
 
@@ -76,17 +82,29 @@ class Layouts:
 
     @property
     def rows(self) -> list[dict[str, object]]:
-        """One dict for each layout: its sizes, times in seconds, bytes."""
-        return list(map(row, self.estimates))
+        """One dict for each layout: its sizes, times in seconds, bytes; the model's sizes, and the device."""
+        return [
+            {name: getattr(each.layout, name) for name in _NAMES.values()}
+            | {
+                "seconds": each.seconds,
+                "above_bound": max(0.0, each.seconds / each.bound - 1),
+                "mfu": each.mfu,
+                "bytes": max(each.bytes),
+                "inside": sum(inside for inside, _ in each.sent.values()),
+                "between": sum(between for _, between in each.sent.values()),
+                "parameters": each.model.parameters,
+                "sequence": each.model.sequence,
+                "device": each.device.name,
+            }
+            for each in self.estimates
+        ]
 
     @property
     def table(self) -> Table:
         """The rows, as readers see them."""
         columns = [
-            *(Column(name, head) for name, head in zip(_SIZES, ("TP", "CP", "EP", "DP", "PP"), strict=True)),
-            *(Column(name, head) for name, head in (("zero", "ZeRO"), ("schedule", ""), ("stages_per_rank", "v"))),
-            *(Column(name, head) for name, head in (("microbatches", "M"), ("microbatch", "b"), ("recompute", ""))),
-            Column("seconds", "step, s", lambda seconds: f"{seconds:.3f}"),
+            *(Column(name, head) for head, name in _NAMES.items()),
+            Column("seconds", "step, s", "{:.3f}".format),
             Column("above_bound", "above bound", wording.percent),
             Column("mfu", "MFU", wording.percent),
             Column("bytes", "GB", lambda count: f"{count / GB:.1f}"),
@@ -94,7 +112,7 @@ class Layouts:
             Column("between", "between nodes", lambda count: f"{count / GB:.1f}"),
         ]
         what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices} {self.best.device.name}"
-        notes = [f"{what}; {self.full} of them cannot hold one micro-batch."]
+        notes = [f"{what}. Levels of ZeRO that take the same time are one row: the lowest that fits."]
         return Table(self.rows, columns, notes=notes, title=self.question)
 
     @property
@@ -103,12 +121,23 @@ class Layouts:
         found, seconds = self.best.terms, self.best.seconds
         spent = {**found, "waiting": seconds - sum(found.values()), "the step": seconds}
         rows = [{"term": term, "seconds": time, "share": time / seconds} for term, time in spent.items() if time > 0]
-        columns = [
-            Column("term"),
-            Column("seconds", "s", lambda time: f"{time:.3f}"),
-            Column("share", "", wording.percent),
+        return Table(
+            rows, [Column("term"), Column("seconds", "s", "{:.3f}".format), Column("share", "", wording.percent)]
+        )
+
+    @property
+    def held(self) -> Table:
+        """What each rank of the quickest layout's pipeline holds when it holds the most."""
+        best, parts = self.best, ("weights", "gradients", "optimizer", "activations")
+        layers = Counter(rank for rank, stage in zip(best.ranks, best.stages, strict=True) for _ in stage.elements())
+        rows = [
+            {"rank": rank, "layers": layers[rank], "all": most}
+            | {part: getattr(held, part) for part in parts}
+            | {"one backward": best.working}
+            for rank, (most, held) in enumerate(zip(best.bytes, best.use.at_peak, strict=True))
         ]
-        return Table(rows, columns)
+        sizes = [Column(key, "", lambda count: f"{count / GB:.1f}") for key in list(rows[0])[2:]]
+        return Table(rows, [Column("rank"), Column("layers"), *sizes], title="What each rank of the quickest holds, GB")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format: see `Table.save`. Return the path."""
@@ -117,24 +146,6 @@ class Layouts:
     def __str__(self) -> str:
         """Return the table as text."""
         return str(self.table)
-
-
-def row(estimate: Estimate) -> dict[str, object]:
-    """Return a layout's sizes, times and bytes as a row of a table."""
-    each, seconds = estimate.layout, estimate.seconds
-    inside, between = (sum(numbers) for numbers in zip(*estimate.sent.values(), strict=True))
-    more = ("zero", "schedule", "stages_per_rank", "microbatches", "microbatch", "recompute")
-    return {
-        **{name: getattr(each, name) for name in (*_SIZES, *more)},
-        "seconds": seconds,
-        "above_bound": max(0.0, seconds / estimate.bound - 1),
-        "mfu": estimate.mfu,
-        "bytes": max(estimate.bytes),
-        "inside": inside,
-        "between": between,
-        **{name: getattr(estimate.model, name) for name in ("parameters", "sequence")},
-        "device": estimate.device.name,
-    }
 
 
 def layout(
@@ -147,7 +158,8 @@ def layout(
     sequence: int | None = None,
     margin: float = 0.06,
     top: int = 10,
-    schedules: Sequence[str] = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half"),
+    schedules: Sequence[str] | str = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half"),
+    **fixed: int | str,
 ) -> Layouts:
     """Return the quickest layouts of a model on so many devices that fit their memory: a ranker for dense models.
 
@@ -167,6 +179,7 @@ def layout(
         margin: the share of the memory that is left for the runtime: its context, communication buffers, fragments.
         top: how many layouts to return.
         schedules: the schedules to try, by name.
+        fixed: values that every layout shall have, by their names in `Layout` or in the table: `pp=4`.
 
     Example:
         >>> import pipelab
@@ -189,78 +202,97 @@ def layout(
     held = kind.memory if memory is None else memory * GB
     cap = held * (1 - margin)
     batch = max(1, _TOKENS // model.sequence) if batch is None else require_size("batch", batch)
-    tried = [
-        Estimate(model, each, kind) for each in _layouts(model, kind, require_size("gpus", gpus), batch, schedules)
-    ]
+    short = {head.lower(): name for head, name in _NAMES.items()} | {each.name: each.name for each in fields(Layout)}
+    if unknown := [name for name in fixed if name.lower() not in short]:
+        raise UsageError(f"{unknown[0]}: a layout has {', '.join(short)}")
+    wanted = {short[name.lower()]: value for name, value in fixed.items()}
+    Layout(**wanted)  # type: ignore[arg-type]  # refuses values that there are not
+    names = schedules.replace(",", " ").split() if isinstance(schedules, str) else schedules
+    asked = (model, kind, require_size("gpus", gpus), batch, [Layout(schedule=name).schedule for name in names])
+    tried = [Estimate(model, each, kind) for each in _layouts(*asked, wanted)]
+    if not tried:
+        raise UsageError(_why_none(*asked, wanted))
     fitting = [each for each in tried if each.one_microbatch <= cap]
     found: list[tuple[float, int, Estimate]] = []
-    for number, each in enumerate(sorted(fitting, key=lambda each: each.at_least)):
-        if len(found) >= top and each.at_least > found[top - 1][0]:
+    for number, each in enumerate(sorted(fitting, key=lambda each: (float(f"{each.at_least:.9e}"), each.layout.zero))):
+        if len(found) >= require_size("top", top) and each.at_least > found[top - 1][0]:
             break
-        if max(each.bytes) <= cap:
+        twins = (other.layout for seconds, _, other in found if math.isclose(seconds, each.seconds))
+        if max(each.bytes) <= cap and not any(replace(twin, zero=each.layout.zero) == each.layout for twin in twins):
             insort(found, (each.seconds, number, each))
             del found[top:]
     if not found:
-        least = min((each.one_microbatch for each in tried), default=0) / GB
+        least = min(tried, key=lambda each: each.one_microbatch)
+        for each in tried:
+            if each.one_microbatch < max(least.bytes):
+                least = min(least, each, key=lambda each: max(each.bytes))
+        own = " ".join(f"{name}={getattr(least.layout, name)}" for name in _NAMES.values())
         raise UsageError(
             f"none of {counted(len(tried), 'layout')} of {counted(batch, 'sequence')} on {counted(gpus, 'device')} fits"
             f" into {cap / GB:g} GB"
             + f" ({100 * margin:g} % are left for the runtime)" * bool(margin)
-            + (f": each needs {least:.1f} GB or more\n  try: more devices" if tried else "")
+            + f": the smallest needs {math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {own}\n  try: more devices"
         )
-    return Layouts(tuple(each for *_, each in found), len(tried), len(tried) - len(fitting), (held, margin), longest)
+    return Layouts(tuple(each for *_, each in found), len(tried), (held, margin), longest)
+
+
+def _why_none(
+    model: Transformer, device: Device, gpus: int, batch: int, names: Sequence[str], fixed: Mapping[str, Any]
+) -> str:
+    """Say why no layout has these values, and which other value or batch it can have."""
+    moves, unit = [], fixed.get("microbatches", 1) * fixed.get("microbatch", 1)
+    for name in fixed:
+        fewer = {other: fixed[other] for other in fixed if other != name}
+        others = {getattr(each, name) for each in _layouts(model, device, gpus, batch, names, fewer)}
+        moves += [f"{name}={' or '.join(map(str, sorted(others)[:6]))}"] * bool(others)
+    sizes = {size * many for each in _divisors(gpus) for size in [unit * each] for many in (1, max(1, batch // size))}
+    near = sorted(sizes, key=lambda size: abs(size - batch))
+    moves += [f"a batch of {each}" for each in near if any(_layouts(model, device, gpus, each, names, fixed))][:1]
+    return (
+        f"no layout of {counted(gpus, 'device')} and {counted(batch, 'sequence')}"
+        + f" has {' '.join(f'{name}={value}' for name, value in fixed.items())}" * bool(fixed)
+        + f": tensor x context x replicas x pipeline must be {gpus:,}, replicas x microbatches x microbatch {batch:,}, "
+        f"tensor a divisor of {model.heads} heads, up to {device.per_node} unless you set it, pipeline x "
+        f"stages_per_rank at most {model.layers + 2}\n  try: {', or '.join(moves or ['fewer values'])}"
+    )
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _pipelines(names: Sequence[str], ranks: int, microbatches: int, layers: int) -> Iterator[tuple[str, int]]:
-    """Yield the schedules that these sizes allow, each with its numbers of stages on a rank."""
-    if ranks == 1:  # one micro-batch after the other
-        yield "1f1b", 1
-        return
-    for name in names:
-        kind = catalogue[name]
-        if kind.refusal(ranks, microbatches) is not None:
-            continue
-        if issubclass(kind, Looped):  # in whole rounds, as in Megatron-LM
-            counts = [count for count in (2, 3, 4, 6, 8) if microbatches % ranks == 0]
-        else:
-            counts = [kind(ranks, microbatches).stages_per_rank]
-        yield from ((name, count) for count in counts if count * ranks <= layers)
+def _layouts(
+    model: Transformer, device: Device, gpus: int, batch: int, names: Sequence[str], fixed: Mapping[str, Any]
+) -> Iterator[Layout]:
+    """Yield every layout with these values that the model can have, in any memory."""
 
+    def values(name: str, usual: Iterable[Any]) -> Iterable[Any]:
+        return [fixed[name]] if name in fixed else usual
 
-def _layouts(model: Transformer, device: Device, gpus: int, batch: int, names: Sequence[str]) -> Iterator[Layout]:
-    """Yield every layout that the model can have, in any memory."""
-    for tensor, context in product(_divisors(model.heads), (1, 2, 4, 8, 16, 32)):
-        if tensor > device.per_node or gpus % (tensor * context) or model.sequence % (2 * context):
-            continue
-        if context > 1 and model.sequence < _SHORT * context:
-            continue
-        for pipeline in _divisors(gpus // (tensor * context)):
-            replicas = gpus // (tensor * context * pipeline)
-            if pipeline > model.layers or batch % replicas:
+    heads = [each for each in _divisors(model.heads) if each <= device.per_node]
+    parts = [each for each in (2, 4, 8, 16, 32) if model.sequence % (2 * each) == 0 and model.sequence >= _SHORT * each]
+    again = values("recompute", ("none", "full") if model.flash else ("none", "selective", "full"))
+    for tensor, context in product(values("tensor", heads), values("context", [1, *parts])):
+        for pipeline in values("pipeline", range(1, model.layers + 1)):
+            replicas, rest = divmod(gpus, tensor * context * pipeline)
+            if rest or batch % replicas:
                 continue
-            experts = _divisors(gpus // pipeline) if model.experts else [1]
-            alone = replicas * context == 1
-            for expert, zero, microbatch in product(experts, (0,) if alone else range(4), (1, 2, 4, 8)):
-                microbatches, rest = divmod(batch // replicas, microbatch)
-                if rest or (model.experts and model.experts % expert):
+            share, sharing = batch // replicas, gpus // pipeline
+            experts = values("expert", _divisors(math.gcd(sharing, model.experts or 1)))
+            zeros = values("zero", (0,) if replicas * context == 1 else range(4))
+            usual = (max(1, share // fixed["microbatches"]),) if "microbatches" in fixed else (1, 2, 4, 8)
+            for expert, zero, microbatch in product(experts, zeros, values("microbatch", usual)):
+                microbatches, rest = divmod(share, microbatch)
+                if rest or sharing % expert:
                     continue
-                again = ("none", "full") if model.flash else ("none", "selective", "full")
-                pipelines = _pipelines(names, pipeline, microbatches, model.layers)
-                for (schedule, stages), recompute in product(pipelines, again):
-                    yield Layout(
-                        tensor=tensor,
-                        context=context,
-                        expert=expert,
-                        replicas=replicas,
-                        zero=zero,
-                        pipeline=pipeline,
-                        stages_per_rank=stages,
-                        schedule=schedule,
-                        microbatches=microbatches,
-                        microbatch=microbatch,
-                        recompute=recompute,
-                    )
+                rounds = (2, 3, 4, 6, 8) if microbatches % pipeline == 0 else ()  # as in Megatron-LM
+                kinds = values("schedule", names) if pipeline > 1 else ["1f1b"]  # one micro-batch after the other
+                for schedule in (each for each in kinds if catalogue[each].refusal(pipeline, microbatches) is None):
+                    kind = catalogue[schedule]
+                    own = [] if issubclass(kind, Looped) else [kind(pipeline, microbatches).stages_per_rank]
+                    for stages, recompute in product(own or values("stages_per_rank", rounds), again):
+                        sizes: tuple[Any, ...] = (tensor, context, expert, replicas, pipeline, zero)
+                        sizes += (schedule, stages, microbatches, microbatch, recompute)
+                        found = dict(zip(_NAMES.values(), sizes, strict=True)) | {"overlap": fixed.get("overlap", True)}
+                        if stages * pipeline <= model.layers + 2 and all(found[name] == fixed[name] for name in fixed):
+                            yield Layout(**found)

@@ -331,6 +331,7 @@ def test_layout_ranks_what_fits_and_says_where_the_quickest_ones_step_goes(succe
     assert "of 2 h100" in output
     columns = next(line for line in output.splitlines() if line.startswith("TP"))
     text = " ".join(succeeds("layout", "--help").split())
-    assert all(f"{word}:" in text or f"{word}," in text for word in columns.split()[:5])
-    assert all(f"{word}:" in text for word in ("v", "M", "b", "above bound", "MFU", "GB"))
-    assert "each needs" in refused(*given, "0.1")
+    assert all(f"{word} (" in text or f"{word}," in text for word in columns.split()[:5])
+    assert all(f"{word} (" in text for word in ("v", "M", "b"))
+    assert all(f"{word}:" in text for word in ("Above bound", "MFU", "GB"))
+    assert "the smallest needs" in refused(*given, "0.1")

@@ -75,7 +75,7 @@ def test_mfu_is_the_share_of_the_peak():
 
 
 def test_sizes_and_rates_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="512 sequences are no multiple"):
+    with pytest.raises(UsageError, match="512 sequences are not a multiple"):
         published["megatron-1t"].sizes(microbatch=3)
     with pytest.raises(UsageError, match="microbatch=0"):
         published["megatron-1t"].sizes(microbatch=0)

@@ -11,7 +11,9 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -29,15 +31,24 @@ from pipelab.errors import BatchError
 from pipelab.plan.plan import Plan
 from pipelab.trace.waits import travelled
 
+_TAG = 2  # 0 is of values, and 1 of which gradients are present
+
 _SAMPLE = 16
 """How many numbers of a row, or of a parameter, are looked at: another seed changes them all."""
 
 
 def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return every process's tensor, `[processes, ...]`, all of one shape."""
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    return torch.stack(found)
+    """Return every process's tensor, `[processes, ...]`, all of one shape.
+
+    Each sends its own to all others: of a small tensor, that takes half as long as gloo's `all_gather`.
+    """
+    rank, found = group.rank(), mine.new_empty(group.size(), *mine.shape)
+    found[rank] = mine
+    others = [other for other in range(len(found)) if other != rank]
+    works = [group.recv([found[other]], other, _TAG) for other in others]
+    for work in works + [group.send([found[rank]], other, _TAG) for other in others]:
+        work.wait()
+    return found
 
 
 # ── Do all processes mean the same step? ──────────────────────────────────────────────────────────────────────────────
@@ -50,9 +61,9 @@ def agree(
     known = {part.name: part for part in parts}
     two = [known.get(name, Part("", here=False)) for name in ("x", "y", "keywords")]
     error = next(filter(None, (part.error for part in parts)), None)
-    texts = (f"{call} {error or ''}", about, *(part.words for part in two))
+    texts = f"{call} {error or ''}", about, *(part.words for part in two)
     samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two[:2]]
-    table = gathered(torch.tensor([*(_number(text.encode()) for text in texts), *samples, *aside]), group)
+    table = gathered(torch.tensor([*map(_number_of_text, texts), *samples, *aside]), group)
     columns: list[list[int]] = table.T.tolist()
     words_differ = any(len(set(column)) > 1 for column in columns[:5])
     if words_differ or any(map(_differ, columns[5:7])):
@@ -136,12 +147,17 @@ def few_numbers(tensor: torch.Tensor) -> bytes:
     """Return a few numbers of a tensor, from its beginning to its end."""
     flat = tensor.detach().reshape(-1)
     few = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
-    return bytes(few.view(torch.uint8).tolist())
+    return string_at(few.data_ptr(), few.nbytes)
 
 
 def _number(data: bytes) -> int:
     """Return 63 bits that are the same for the same data on every process."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
+
+
+@lru_cache(64)  # most steps have the last one's
+def _number_of_text(text: str) -> int:
+    return _number(text.encode())
 
 
 def _difference(calls: Sequence[Sequence[str]], samples: Sequence[int]) -> str:
@@ -233,11 +249,11 @@ def share(group: dist.ProcessGroup, step: ProcessStep, clock: SharedClock) -> tu
         return state, bool(gathered(torch.tensor(bool(step.streams.drew)), group).any())
     moves = Counter(move.rank for move in plan.bound.moves)
     longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.computing))
-    own = torch.zeros(3 * longest + plan.microbatches + 2, dtype=torch.int64)
-    for number, numbers in enumerate((*_times(step, clock), step.waited)):
-        own[number * longest : number * longest + len(numbers)] = torch.tensor(numbers)
-    own[3 * longest : -1], own[-1] = _losses(plan, step.loss), bool(step.streams.drew)
-    found = gathered(own, group)
+    own = list[int]()
+    for numbers in (*_times(step, clock), step.waited):
+        own += [*numbers, *[0] * (longest - len(numbers))]
+    own += [*_losses(step.loss), bool(step.streams.drew)]
+    found = gathered(torch.tensor(own), group)
     stream = step.mine.stream
     _set_losses(step.loss, found[:, 3 * longest : -1], holders, stream.runs_on.device)
     table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
@@ -283,17 +299,17 @@ def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep
     return outputs
 
 
-def _losses(plan: Plan, loss: Loss) -> torch.Tensor:
+def _losses(loss: Loss) -> list[int]:
     """Return the type of this process's losses, then the bits of each as a 64-bit number; 0 for unknown ones."""
-    found = torch.zeros(plan.microbatches + 1, dtype=torch.int64)
-    for microbatch, value in enumerate(loss.values):
-        if value is not None:
-            found[0] = _LOSS_TYPES.index(value.dtype if value.is_floating_point() else torch.int64)
-            found[microbatch + 1] = value.detach().reshape(()).cpu().double().view(torch.int64)
-    return found
+    here = [value.detach().reshape(()) for value in loss.values if value is not None]
+    if not here:
+        return [0] * (len(loss.values) + 1)
+    kind = here[0].dtype if here[0].is_floating_point() else torch.int64
+    bits = iter(torch.stack(here).cpu().double().view(torch.int64).tolist())
+    return [_LOSS_TYPES.index(kind), *(0 if value is None else next(bits) for value in loss.values)]
 
 
 def _set_losses(loss: Loss, numbers: torch.Tensor, holders: Sequence[int], device: torch.device) -> None:
-    for microbatch, holder in enumerate(holders):
-        kind = _LOSS_TYPES[int(numbers[holder, 0])]
-        loss.values[microbatch] = numbers[holder, microbatch + 1].view(torch.float64).to(device, kind)
+    kind = _LOSS_TYPES[int(numbers[holders[0], 0])]
+    bits = numbers[holders, range(1, len(holders) + 1)]
+    loss.values[:] = bits.view(torch.float64).to(device, kind).unbind()

@@ -4,10 +4,10 @@ A process needs a buffer for a value before the value arrives, so it must know t
 before the first step with micro-batches of a new size, one micro-batch runs forward through all stages, process by
 process; buffers, attributes and random state are restored afterwards.
 
-If a stage does not use a part of its input, that part has no gradient. The receiver waits for one all the same, so
-zeros are sent, and with them which gradients are present: an optimizer with weight decay treats `None` and zeros
-differently. That message travels between CPUs, also if gradients travel between GPUs, so that no process waits for a
-GPU to read it.
+If a stage does not use a part of its input, that part has no gradient. The receiver waits for one all the same. So it
+gets a certain number everywhere, and takes it for `None`: an optimizer with weight decay treats `None` and zeros
+differently. If gradients travel between GPUs, a message between CPUs says which are present, so that no process waits
+for a GPU to read them.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class ValueMeta:
         return [part.empty_buffer(device) for part in self._tensors]
 
     def gradient_buffers(self, device: torch.device) -> list[torch.Tensor]:
-        """Return empty tensors for the gradients of a value of this meta."""
-        return [part.empty_buffer(device) for part in self._tensors if part.learns]
+        """Return empty tensors for the gradients of a value of this meta; a byte if there is none, for the order."""
+        learning = [part.empty_buffer(device) for part in self._tensors if part.learns]
+        return learning or [torch.zeros(1, dtype=torch.uint8, device=device)]
 
     def messages(self, value: Any, device: torch.device) -> list[torch.Tensor]:
         """Return the tensors of a value as messages."""
@@ -103,9 +104,10 @@ class ValueMeta:
         rest = (tensor.detach().requires_grad_(next(wanted)) for tensor in tensors)
         return rebuild([None if part is None else next(rest) for part in self.parts], self.spec)
 
-    def gradients(self, tensors: Sequence[torch.Tensor], there: Sequence[bool]) -> Any:
-        """Return a gradient or `None` for each tensor of the value, from `gradient_messages` and `present`."""
-        rest = iter([tensor if present else None for tensor, present in zip(tensors, there, strict=True)])
+    def gradients(self, tensors: Sequence[torch.Tensor], there: Sequence[bool] | None = None) -> Any:
+        """Return a gradient or `None` for each tensor of the value, from `gradient_messages` and perhaps `present`."""
+        there = [not _is_absent(tensor) for tensor in tensors] if there is None else there
+        rest = iter([tensor if present else None for tensor, present in zip(tensors, there, strict=False)])
         found = [next(rest) if part.learns else None for part in self._tensors]
         return found[0] if len(found) == 1 else found
 
@@ -114,11 +116,12 @@ class ValueMeta:
         return [gradient is not None for _, gradient in self._wanted(gradients)]
 
     def gradient_messages(self, gradients: Any, device: torch.device) -> list[torch.Tensor]:
-        """Return the gradients that the previous stage needs, as messages: zeros for `None`."""
-        return [
-            part.empty_buffer(device).zero_() if gradient is None else part.contiguous(gradient, device)
+        """Return the gradients that the previous stage needs, as messages."""
+        messages = [
+            _absent(part.empty_buffer(device)) if gradient is None else part.contiguous(gradient, device)
             for part, gradient in self._wanted(gradients)
         ]
+        return messages or self.gradient_buffers(device)
 
     def misfit(self, value: Any, giver: str) -> str:
         """Return how an output of the stage `giver` differs from this meta; "" if it does not."""
@@ -171,6 +174,26 @@ def _meta_of_tensor(part: Any, giver: str) -> TensorMeta:
         f"{giver} returned {found}: between processes a stage sends plain, dense tensors only, in tuples, lists and "
         f"dicts\n  try: {hint}"
     )
+
+
+_NONE = 254
+"""Each byte of a gradient that is `None`: -1.7e38, of which no gradient consists. (NaNs of bfloat16 may be ones.)"""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a message's bytes, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _absent(buffer: torch.Tensor) -> torch.Tensor:
+    """Make a message of the gradient `None`."""
+    _bytes(buffer).fill_(_NONE)
+    return buffer
+
+
+def _is_absent(message: torch.Tensor) -> bool:
+    line = _bytes(message)
+    return line[:4].tolist() == [_NONE] * 4 and bool((line == _NONE).all())
 
 
 _TAG = 1

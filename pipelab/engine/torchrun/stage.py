@@ -108,7 +108,7 @@ class ProcessStage:
         self._planned = any(move.action == UNSHARD(runner.index) for move in plan.bound.moves)
         self._gathering: list[Any] = []
         self._beside = plan.bound.beside
-        self.presence = GradientPresence(connections.everyone)
+        self.presence = None if self.device.type == "cpu" else GradientPresence(connections.everyone)
 
     def begin(self, step: ProcessStep) -> None:
         """Prepare a step."""
@@ -133,7 +133,8 @@ class ProcessStage:
                 part.set_reshard_after_backward(True, recurse=False)
         for values in (self.given, self.gradients, self.made, self.back, self.sent):
             values.clear()
-        self.presence.clear()
+        if self.presence:
+            self.presence.clear()
 
     def refuse_overwritten(self) -> None:
         """After the last send, refuse a stage that wrote into its output: the value that was sent is unknown."""
@@ -182,8 +183,9 @@ class ProcessStage:
         gradients = None
         if not self.is_last:
             meta = self.step.meta(self.runner.index, microbatch)
+            there = self.presence.take if self.presence else lambda _: None
             gradients = self._arrived(
-                self.gradients.pop(microbatch), lambda found: meta.gradients(found, self.presence.take(microbatch))
+                self.gradients.pop(microbatch), lambda found: meta.gradients(found, there(microbatch))
             )
         self.left -= full_backward
         for part in self._sharded:
@@ -271,7 +273,8 @@ class ProcessStage:
         buffers = self.step.meta(self.runner.index, microbatch).gradient_buffers(self.device)
         self.gradients[microbatch] = buffers
         ops = self._ops(dist.irecv, buffers, self.stage_index + 1)
-        self.presence.receive(microbatch, len(buffers), self.stage_index_to_group_rank[self.stage_index + 1])
+        if self.presence:
+            self.presence.receive(microbatch, len(buffers), self.stage_index_to_group_rank[self.stage_index + 1])
         return ops
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
@@ -279,7 +282,8 @@ class ProcessStage:
         meta = self.step.meta(self.runner.index - 1, microbatch)
         gradients = self.back.pop(microbatch)
         ops = self._ops(dist.isend, meta.gradient_messages(gradients, self.device), self.stage_index - 1)
-        self.presence.send(meta.present(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
+        if self.presence:
+            self.presence.send(meta.present(gradients), self.stage_index_to_group_rank[self.stage_index - 1])
         return ops
 
     def release_fwd_send_outputs(self, microbatch: int) -> None:

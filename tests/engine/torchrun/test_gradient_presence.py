@@ -55,11 +55,33 @@ def test_marks_arrive_as_they_were_sent(there):
     assert mail.waited == 1
 
 
+NAN = torch.full((2, 3), torch.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "gradients", [[None, torch.ones(2, 3)], [torch.zeros(2, 3), None], [NAN, -NAN], [None, None]], ids=str
+)
+def test_between_processors_a_gradient_says_itself_that_it_is_absent(gradients, dtype):
+    given = [None if each is None else each.to(dtype) for each in gradients]
+    meta = meta_of([torch.ones(2, 3, dtype=dtype, requires_grad=True) for _ in given], "stage 0")
+    arrived = meta.gradients(meta.gradient_messages(given, torch.device("cpu")))
+    for ours, theirs in zip(given, arrived, strict=True):
+        assert ours is theirs is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_value_without_gradients_still_has_a_message_that_keeps_the_order():
+    meta, cpu = meta_of(torch.ones(2), "stage 0"), torch.device("cpu")
+    (sent,), (buffer,) = meta.gradient_messages(None, cpu), meta.gradient_buffers(cpu)
+    assert sent.shape == buffer.shape == (1,)
+    assert meta.gradients([buffer]) is None
+
+
 @pytest.mark.parametrize("ask", ["get_bwd_send_ops", "get_bwd_recv_ops"])
 def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     monkeypatch.setattr("torch.distributed.P2POp", lambda *_, **__: None)
     runner = SimpleNamespace(index=1, is_first=False, is_last=False, module=torch.nn.Identity())
-    connections = SimpleNamespace(transport_device=torch.device("cpu"), values=None, everyone=Cut())
+    connections = SimpleNamespace(transport_device=torch.device("meta"), values=None, everyone=Cut())  # not a CPU
     stage = ProcessStage(runner, 1, pipelab.GPipe(3, 2).plan(), 1, connections, None)
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 2}
     made = torch.ones(2, requires_grad=True)

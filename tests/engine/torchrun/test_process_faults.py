@@ -50,7 +50,7 @@ def test_what_differs_between_pipelines_is_told_on_all_processes(ends, case):
 
 def test_a_process_that_refuses_its_plan_is_missed_by_those_who_were_given_another(ends):
     first, odd, last = ends("ranks")
-    told = "the plan has 2 ranks and pipelab launch started 3 processes: there must be one process per rank"
+    told = "the plan has 2 ranks and torchrun started 3 processes: there must be one process per rank"
     assert_told([odd], "EngineError", f"^{told}")
     assert_told([first, last], "RankError", "^rank 1 made no Pipeline within 1")
     assert_told(ends("all ranks"), "EngineError", f"^{told}")

@@ -128,14 +128,14 @@ def layout(
     margin: Annotated[float, typer.Option(min=0, max=0.9, help="share of the memory left for the runtime")] = 0.06,
     top: Annotated[int, typer.Option(min=1, help="how many layouts to show")] = 10,
     sets: Annotated[list[str] | None, typer.Option("--set", help='your own values: "tp=8 pp=4"; repeatable')] = None,
-    schedules: Annotated[str, typer.Option(help="the schedules to try")] = "1f1b,interleaved-1f1b,zb-h1,zbv,v-half",
+    schedules: Annotated[str, typer.Option(help="the schedules to try")] = "1f1b interleaved-1f1b zb-h1 zbv v-half",
     save: SaveTable = None,
 ) -> None:
     """Rank the layouts of a dense model that fit.
 
-    Then where the quickest one's step spends its time, and what each rank holds. --set fixes some or all of TP, CP, EP,
-    DP (how many devices share a layer, a sequence, the experts, the batch), PP (ranks of the pipeline), v (stages on a
-    rank), M (micro-batches of a replica), b (sequences in one), zero, schedule, recompute (none, selective, full).
+    It also says where the quickest step spends its time, and what each rank holds. --set fixes some or all of TP, CP,
+    EP, DP (how many devices share a layer, a sequence, the experts, the batch), PP (ranks of the pipeline), v (stages
+    on a rank), M (micro-batches of a replica), b (sequences in one), zero, schedule, recompute (none, selective, full).
 
     Above bound: how much longer the step is than any order of its actions must take. MFU: the share of the peak.
     GB: what the fullest device holds. Sent: by each device of the first rank in a step, inside and between nodes.

@@ -104,8 +104,7 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 @cache
 def _splits(name: str) -> bool:
     """Return whether a schedule splits its backwards, whatever its sizes."""
-    kind: Any = schedules[name]
-    return "I" in kind(2, 4).draft().bound.kinds
+    return "I" in schedules[name](2, 4).draft().bound.kinds
 
 
 @lru_cache(maxsize=4096)

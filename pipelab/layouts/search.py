@@ -198,6 +198,7 @@ def layout(
         path, model = model, Transformer.load(model, sequence)
         if sequence is None and Path(path).suffix == ".json" and model.sequence > _SEQUENCE:
             model, longest = replace(model, sequence=_SEQUENCE), model.sequence
+    model = replace(model, sequence=model.sequence if sequence is None else sequence)
     kind = named(device) if isinstance(device, str) else device
     held = kind.memory if memory is None else memory * GB
     cap = held * (1 - margin)
@@ -244,16 +245,16 @@ def _why_none(
     for name in fixed:
         fewer = {other: fixed[other] for other in fixed if other != name}
         others = {getattr(each, name) for each in _layouts(model, device, gpus, batch, names, fewer)}
-        moves += [f"{name}={' or '.join(map(str, sorted(others)[:6]))}"] * bool(others)
+        moves += [f"{name}={', '.join(map(str, sorted(others)[:6]))}"] * bool(others)
     sizes = {size * many for each in _divisors(gpus) for size in [unit * each] for many in (1, max(1, batch // size))}
     near = sorted(sizes, key=lambda size: abs(size - batch))
     moves += [f"a batch of {each}" for each in near if any(_layouts(model, device, gpus, each, names, fixed))][:1]
     return (
         f"no layout of {counted(gpus, 'device')} and {counted(batch, 'sequence')}"
         + f" has {' '.join(f'{name}={value}' for name, value in fixed.items())}" * bool(fixed)
-        + f": tensor x context x replicas x pipeline must be {gpus:,}, replicas x microbatches x microbatch {batch:,}, "
-        f"tensor a divisor of {model.heads} heads, up to {device.per_node} unless you set it, pipeline x "
-        f"stages_per_rank at most {model.layers + 2}\n  try: {', or '.join(moves or ['fewer values'])}"
+        + f"\n  tensor x context x replicas x pipeline must be {gpus:,}, replicas x microbatches x microbatch {batch:,}"
+        f"; tensor divides {model.heads} heads, and is at most {device.per_node} unless you set it; pipeline x"
+        f" stages_per_rank is at most {model.layers + 2}\n  try: {'; or '.join(moves or ['fewer values'])}"
     )
 
 

@@ -86,14 +86,14 @@ def test_a_layout_of_wrong_sizes_or_words_is_refused():
     [
         (10**6, 64, {}, "a batch of 15625"),
         (37, 8, {}, "a batch of 37"),
-        (64, 64, {"pp": 4, "v": 5}, "pipeline=2, or stages_per_rank=1 or 2"),
+        (64, 64, {"pp": 4, "v": 5}, "pipeline=2; or stages_per_rank=1, 2"),
         (
             64,
             64,
             {"pp": 4, "v": 2, "schedule": "1f1b"},
-            "stages_per_rank=1, or schedule=interleaved-1f1b or v-half or zbv",
+            "stages_per_rank=1; or schedule=interleaved-1f1b, v-half, zbv",
         ),
-        (64, 64, {"M": 7}, "microbatches=1 or 2 or 4 or 8 or 16 or 32, or a batch of 63"),
+        (64, 64, {"M": 7}, "microbatches=1, 2, 4, 8, 16, 32; or a batch of 63"),
         (64, 64, {"dp": 3, "tp": 3}, "fewer values"),
     ],
 )
@@ -101,10 +101,14 @@ def test_if_there_is_no_layout_the_message_has_the_rules_and_moves_that_work(gpu
     with pytest.raises(UsageError) as error:
         pipelab.layout(MODEL, gpus=gpus, batch=batch, **fixed)
     said = str(error.value)
-    assert f"must be {gpus:,}, replicas x microbatches x microbatch {batch:,}, tensor a divisor of 8 heads" in said
+    assert f"must be {gpus:,}, replicas x microbatches x microbatch {batch:,}; tensor divides 8 heads" in said
     assert re.search(rf"try: {moves}", said)
     if larger := re.search(r"a batch of (\d+)", said):
         assert pipelab.layout(MODEL, gpus=gpus, batch=int(larger[1]), **fixed, memory=1000, top=1).tried
+
+
+def test_a_model_in_python_takes_the_sequence_that_is_asked_for():
+    assert pipelab.layout(MODEL, gpus=1, batch=1, sequence=2048, top=1).rows[0]["sequence"] == 2048
 
 
 def test_an_odd_sequence_is_not_cut():
@@ -161,4 +165,4 @@ def test_the_command_evaluates_my_layout_and_says_what_each_rank_holds(succeeds,
     assert "recompute='slective': expected none, selective, full" in refused(*given, "--set", "recompute=slective")
     assert "such as --set tp=8" in refused(*given, "--set", "tp")
     assert "schedule='zbw': expected" in refused(*given, "--schedules", "1f1b,zbw")
-    assert "try: pipeline=2, or stages_per_rank=1 or 2" in refused(*given, "--set", "pp=4 v=5")
+    assert "try: pipeline=2; or stages_per_rank=1, 2" in refused(*given, "--set", "pp=4 v=5")

@@ -24,7 +24,7 @@ from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import SaveTable, grouped, whole_numbers
 from pipelab.cli.printing import TABLE, echo, folded, print_and_save, require_writable, say, wrote
 from pipelab.draw import wording
-from pipelab.errors import PipelabError, UsageError
+from pipelab.errors import PipelabError, UsageError, counted
 from pipelab.simulation.clock import simulate
 from pipelab.table import Column, Table
 from pipelab_course import hybrid as hybrids
@@ -341,7 +341,7 @@ def hybrid(
         ring_step=ring_step,
         schedule=schedules[schedule],
     )
-    say(f"{stages} stages x {replicas} replicas: device (s, d) runs stage s of replica d. {job.work}.\n")
+    say(f"Stages x replicas: {stages} x {replicas}; device (s, d) runs stage s of replica d. {job.work}.\n")
     echo(hybrids.timeline(job))
     names = codecs.split(",")
     made = compressed.trainings(stages, replicas, microbatches, names, training_steps, job.schedule)
@@ -360,7 +360,7 @@ def _figures(
         return
     rows, whole = finished(hybrids.measured(run, steps), 2 * len(run), "measuring")
     if rows:
-        say(f"On emulated devices, median of {steps} mini-batches; the gradients match plain training:")
+        say(f"On emulated devices, median of {counted(steps, 'mini-batch')}; the gradients match plain training:")
     _end(rows, whole, hybrids.measured_table, None)
 
 
@@ -442,11 +442,11 @@ def hw1(
         seed=seed,
         threads=threads,
     )
-    most, each = max(counts), f"{threads} thread{'s' if threads > 1 else ''}"
+    most, each = max(counts), counted(threads, "thread")
     if most * threads > cores() and not planned[0].job.gpus:
         fitting = [str(count) for count in counts if count * threads <= cores()]
         say(
-            f"{most} processes of {each} take turns on {cores()} cores: where there are more processes than cores, the "
+            f"{most} processes of {each} take turns on {counted(cores(), 'core')}: with more processes than cores, "
             f"times show the turns, not data parallelism. With a core for each: --processes {','.join(fitting) or 1}"
         )
     rows, whole = finished(course.measurements(planned, timeout), len(planned), "measuring")

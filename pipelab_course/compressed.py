@@ -29,6 +29,7 @@ from torch.nn.functional import mse_loss as mse
 from pipelab.catalogue import OneFOneB
 from pipelab.draw import wording
 from pipelab.engine.pipeline import Pipeline
+from pipelab.errors import counted
 from pipelab.schedule import Schedule, replicate
 from pipelab.table import Column, Table
 from pipelab_course.hybrid import Hybrid, same_work
@@ -207,10 +208,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     notes = []
     if rows:
         first = rows[0]
+        devices = counted(first["stages"] * first["replicas"], "device")
         notes = [
             f"Each stage's gradient has {NUMBERS} numbers, {4 * NUMBERS} bytes.",
-            f"All {first['stages'] * first['replicas']} devices together send: {'; '.join(map(_total, rows[1:]))}.",
-            f"The losses are those of the whole batch, from the first to after the last of {first['steps']} steps of "
+            f"{devices} together send: {'; '.join(map(_total, rows[1:]))}.",
+            f"The losses are of the whole batch, before, during and after {counted(first['steps'], 'step')} of "
             "SGD; one device trains on the same batch. Replicas are compared after every step.",
         ]
     return Table(rows, columns, notes=notes)
@@ -224,11 +226,11 @@ def numbers(rows: Sequence[Mapping[str, Any]], job: Hybrid) -> dict[str, str]:
         "ends": f"{wording.number(max(each.end for each in device if not each.action.traits.collective))} ms",
         "done": f"{wording.number(device[-1].end)} ms",
         "gradient": f"{4 * NUMBERS} bytes",
-        "messages": f"{2 * (job.replicas - 1)} messages",
+        "messages": counted(2 * (job.replicas - 1), "message"),
         "replicas": str(job.replicas),
         "share": f"{2 * (job.replicas - 1) / job.replicas:g}",
         "speed_up": f"{job.speed_up:.2f}",
-        "devices": f"{job.devices} devices",
+        "devices": counted(job.devices, "device"),
         "efficiency": wording.percent(job.efficiency),
         "alone": f"{wording.number(job.alone.makespan)} ms",
         "work": job.work,
@@ -236,7 +238,7 @@ def numbers(rows: Sequence[Mapping[str, Any]], job: Hybrid) -> dict[str, str]:
         "communication": wording.percent(job.communication_cost),
     }
     if all(row.get("replicas_equal", True) for row in rows):
-        found["agree"] = f"in all {rows[0]['steps']} steps, bit for bit"
+        found["agree"] = f"in each of {counted(rows[0]['steps'], 'step')}, bit for bit"
     for row in rows[1:]:
         codec = row["gradients"].partition(", ")[2]
         found |= {codec: f"{wording.number(row['payload_bytes'])} bytes", f"{codec}_off": f"{row['weights_off']:.1e}"}

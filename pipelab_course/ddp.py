@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipelab.cli.believing import Watch
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
-from pipelab.errors import EngineError, RankError
+from pipelab.errors import EngineError, RankError, counted
 from pipelab_course.figures import kernel_bytes
 
 DROPPED = 5
@@ -153,7 +153,7 @@ def run_job(job: Job, timeout: float = 600.0) -> dict[str, Any]:
             started.close(timeout=_CLOSE_SECONDS)
         if ended is None:
             raise EngineError(
-                f"{job.processes} process{'es' if job.processes > 1 else ''} did not end within {timeout:g} s, and "
+                f"{counted(job.processes, 'process')} did not end within {timeout:g} s, and "
                 f"were stopped: choose a smaller model, fewer steps, or a longer --timeout"
             )
         if ended.failures:

@@ -151,8 +151,8 @@ def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
         f"Against the whole batch at once they differ by at most {off:.1e}.",
     ]
     axes = ("microbatches", ("step_time_ms", "bubble", "peak_share"))
-    setting = "A batch of {batch} rows in M micro-batches through {ranks} stages, {stages}; median of {steps} steps"
-    title = setting.format_map(rows[0]) if rows else ""
+    setting = "A batch of {batch} rows in M micro-batches through {ranks} stages, {stages}; median of {steps}"
+    title = setting.format_map({**rows[0], "steps": counted(rows[0]["steps"], "step")}) if rows else ""
     return Table(rows, columns, "microbatches", axes, notes, title=title)
 
 

@@ -234,7 +234,7 @@ class _Progress:
         found = _aligned(steps[:1], ends, seen) or _aligned(steps, ends, seen)
         if not found:
             raise FormatError(
-                f"{path}: the transfers of rank {rank} are not those of the plan: the first is {records[0].way} with "
+                f"{path}: the transfers of rank {rank} are not the plan's: the first is {records[0].way} with "
                 f"rank {records[0].peer}, the plan's first is {ends[0][0]} with rank {ends[0][1]}\n"
                 "  try: the plan that ran, and with tensors= how many tensors a stage returns"
             )

@@ -278,7 +278,7 @@ def _right_order(run: Run) -> Found:
     effect = f"{sum(map(bool, run.times('B')))} of {run.count} micro-batches go backward"
     if all(run.times("B")):
         held, fewest = _peak(run.events), _peak(expected)
-        effect = f"activations of up to {held} micro-batches are held at once; the right order holds {fewest}"
+        effect = f"micro-batches whose activations are held: {held}; in the right order: {fewest}"
     # Without repetitions, is it the beginning of the right order? Then they, or an error, are the only fault.
     firsts, lasts = list(dict.fromkeys(run.events)), list(dict.fromkeys(reversed(run.events)))[::-1]
     only = any(each == expected[: len(each)] for each in (firsts, lasts) if run.error or each != run.events)
@@ -400,7 +400,7 @@ def judge(data: Data, seed: int, name: str = "") -> tuple[dict[str, Found], str]
     hint = "Your function gets loss_fn, which is another one there. Does it call it?" if own_loss else ""
     found["hidden sizes"] = of_hidden(found, [*map(_checked, hidden)], hint)
     errors = (f"with {run.count} micro-batch{'es' * (run.count > 1)}: {run.error}" for run in runs if run.error)
-    notes = [f"the gradients are those of {runs[0].kind()}"] if runs[0].kind() else []
+    notes = [f"the gradients are of {runs[0].kind()}"] if runs[0].kind() else []
     notes += ["it computes a loss of its own and never calls loss_fn"] if own_loss else []
     return found, next(errors, "; ".join(notes))
 

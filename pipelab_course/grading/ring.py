@@ -60,7 +60,7 @@ class Ring(Sized):
         replicas, count, _ = size
         gradients, name = _gradients(seed, *size)
         right, means, sent = _bits(ring_all_reduce(gradients, name).tensors[0]), found["means"], found["sent"]
-        at = f"{replicas} replicas of {count} numbers{f', {name}' * (name != 'none')}"
+        at = f"{replicas} replica{'s' * (replicas > 1)} of {count} numbers{f', {name}' * (name != 'none')}"
         whole = [len(mean) for mean in means] == [count] * replicas
         values = torch.tensor([right, *means] if whole else [right] * 2, dtype=torch.int32).view(torch.float32)
         near = whole and bool(((values - values[0]).abs() <= 0.05 * values[0].abs().max()).all())

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipelab.errors import PipelabError, UsageError
+from pipelab.errors import PipelabError, UsageError, counted
 from pipelab.plan.fault import students_line
 from pipelab.plan.transfers import Order, Transport
 
@@ -136,7 +136,7 @@ def of_hidden(found: Mapping[str, Found], hidden: Sequence[Mapping[str, Found]],
         not wrong,
         "everything above, at sizes that are not shown",
         f"wrong there: {', '.join(wrong)}" if wrong else "right there too",
-        f"{right} of {len(hidden)} sizes are right",
+        f"right at {right} of {counted(len(hidden), 'size')}",
         hint,
         reached=all(each.right for each in found.values()),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipelab.draw import colours
-from pipelab.errors import UsageError
+from pipelab.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ def text(steps: Sequence[Sequence[Send]], chunks: Sequence[int]) -> str:
     """Return the messages as a table: a line for each step, a column for each sender."""
     ranks = len(chunks)
     sizes = " ".join(map(str, chunks if ranks <= _COLUMNS else [*chunks[:_COLUMNS], "…"]))
-    head = f"{ranks} rank{'s' if ranks > 1 else ''}, chunks of {sizes} numbers"
+    head = f"{counted(ranks, 'rank')}, chunks of {sizes} numbers"
     if not steps:
         return f"{head}: nothing is sent"
     shown = range(min(ranks, _COLUMNS))

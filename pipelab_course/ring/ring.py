@@ -125,9 +125,7 @@ class RingResult:
         return drawing.plot(self.steps, self.chunks)
 
     def __repr__(self) -> str:
-        return (
-            f"<ring all-reduce of {len(self.chunks)} ranks: {self.payload_bytes} bytes + {self.scale_bytes} of scales>"
-        )
+        return f"<ring all-reduce, ranks={len(self.chunks)}: {self.payload_bytes} bytes + {self.scale_bytes} of scales>"
 
     def __str__(self) -> str:
         """Return the steps as a table: who sends which chunk to whom, and the ranks that are added up in it."""

@@ -47,7 +47,7 @@ def run_1F1B_homework(model, micro_batches, loss_fn):
     """Run forward and backward of all micro-batches, and leave their gradients in the parameters' `.grad`.
 
     `micro_batches` is a list of pairs (micro_x, micro_y), which are not on the model's devices yet. The gradients may
-    be those of the sum of the micro-batches' losses, or of their mean: say which.
+    be of the sum of the micro-batches' losses, or of their mean: say which.
     """
     outputs, targets = [], []
     for i, (micro_x, micro_y) in enumerate(micro_batches):
@@ -71,7 +71,7 @@ def make_data(rows=32, width=16):
 
 
 def compare(model, x, y, loss_fn):
-    """Print how the gradients that your function left compare with those of the whole batch at once."""
+    """Print how the gradients that your function left compare with the whole batch's."""
     mine = [parameter.grad for parameter in model.parameters()]
     if any(gradient is None for gradient in mine):
         print("no gradients yet: the holes are empty, or no backward reached all parameters")
@@ -82,12 +82,12 @@ def compare(model, x, y, loss_fn):
     whole = torch.cat([gradient.flatten().cpu() for gradient in whole])
     factor = (mine @ whole / (whole @ whole)).item()
     rest = ((mine - factor * whole).norm() / whole.norm()).item()
-    print(f"gradient: {factor:.2f} times that of the whole batch, and {rest:.0%} of something else")
+    print(f"gradient: {factor:.2f} times the whole batch's, and {rest:.0%} of something else")
     print(f"right is 1 (the mean of the losses) or {MICRO_BATCHES} (their sum), and 0% of something else")
 
 
 def main():
-    """Train for a few steps, and compare the first step's gradients with those of the whole batch."""
+    """Train for a few steps, and compare the first step's gradients with the whole batch's."""
     torch.manual_seed(0)
     model, loss_fn = TwoStages(), nn.MSELoss()
     x, y = make_data()

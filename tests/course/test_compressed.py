@@ -45,7 +45,7 @@ def test_the_loss_falls_from_step_to_step(rows):
 
 def test_the_table_has_the_bytes_of_all_devices_and_losses_on_the_way(rows):
     table = compressed.table(rows)
-    assert "All 12 devices together send: none 8,640 bytes; fp16 4,320 bytes; int8 2,160 bytes, 2,448 with scales." in (
+    assert "12 devices together send: none 8,640 bytes; fp16 4,320 bytes; int8 2,160 bytes, 2,448 with scales." in (
         table.notes
     )
     losses = rows[0]["losses"]

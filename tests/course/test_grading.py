@@ -275,8 +275,8 @@ def test_what_is_printed_does_not_count_and_an_order_that_holds_more_says_how_mu
     mark = mark_of(grade, "order")
     assert mark.expected == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert mark.found == "4 micro-batches: F0 F1 F2 F3 B0 B1 B2 B3"
-    assert "up to 4" in mark.effect
-    assert "holds 2" in mark.effect
+    assert "held: 4" in mark.effect
+    assert "right order: 2" in mark.effect
 
 
 IN_A_THREAD = """

@@ -191,7 +191,7 @@ def test_a_rank_without_a_file_is_the_one(tmp_path):
 def test_files_that_are_not_of_this_plan_are_refused(tmp_path):
     plan = PLANS["1f1b"]
     paths = written(tmp_path, stalled(plan, 2, "2F5"))
-    with pytest.raises(FormatError, match="the transfers of rank 0 are not those of the plan"):
+    with pytest.raises(FormatError, match="the transfers of rank 0 are not the plan's"):
         culprit(PLANS["interleaved-1f1b"], paths)
     with pytest.raises(UsageError, match="another file is of rank 1 too"):
         culprit(plan, [*paths, paths[1]])

@@ -106,7 +106,7 @@ class StepStreams:
         if own != self._given:
             raise EngineError(
                 f"the model sets PyTorch's seed to {own} within a step (torch.manual_seed), and stage {stage} draws "
-                "random numbers then: all ranks share that generator, so they would not be those of the seed\n"
+                "random numbers then: all ranks share that generator, so they would not follow the seed\n"
                 "  try: a generator of its own: torch.randn(…, generator=torch.Generator().manual_seed(…))"
             )
 

@@ -206,8 +206,9 @@ def layout(
     short = {head.lower(): name for head, name in _NAMES.items()} | {each.name: each.name for each in fields(Layout)}
     if unknown := [name for name in fixed if name.lower() not in short]:
         raise UsageError(f"{unknown[0]}: a layout has {', '.join(short)}")
-    wanted = {short[name.lower()]: value for name, value in fixed.items()}
-    Layout(**wanted)  # type: ignore[arg-type]  # refuses values that there are not
+    wanted: dict[str, Any] = {short[name.lower()]: value for name, value in fixed.items()}
+    own = replace(Layout(**wanted), pipeline=1, stages_per_rank=1, replicas=wanted.get("expert", 1))
+    Estimate(model, own, kind)  # refuses what the model cannot have with any other values
     names = schedules.replace(",", " ").split() if isinstance(schedules, str) else schedules
     asked = (model, kind, require_size("gpus", gpus), batch, [Layout(schedule=name).schedule for name in names])
     tried = [Estimate(model, each, kind) for each in _layouts(*asked, wanted)]
@@ -227,12 +228,11 @@ def layout(
         for each in tried:
             if each.one_microbatch < max(least.bytes):
                 least = min(least, each, key=lambda each: max(each.bytes))
-        own = " ".join(f"{name}={getattr(least.layout, name)}" for name in _NAMES.values())
+        said = " ".join(f"{name}={getattr(least.layout, name)}" for name in _NAMES.values())
         raise UsageError(
             f"none of {counted(len(tried), 'layout')} of {counted(batch, 'sequence')} on {counted(gpus, 'device')} fits"
-            f" into {cap / GB:g} GB"
-            + f" ({100 * margin:g} % are left for the runtime)" * bool(margin)
-            + f": the smallest needs {math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {own}\n  try: more devices"
+            f" into {cap / GB:g} GB ({100 * margin:g} % are left for the runtime): the smallest needs "
+            f"{math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {said}\n  try: more devices"
         )
     return Layouts(tuple(each for *_, each in found), len(tried), (held, margin), longest)
 

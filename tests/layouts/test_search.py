@@ -62,7 +62,8 @@ def test_only_these_schedules_are_searched():
         ({"overlap": "no"}, "overlap='no': expected True, False"),
         ({"schedule": "1f2b"}, "schedule='1f2b': expected naive, gpipe, 1f1b, "),
         ({"tp": 16}, "no such layout: tensor=16 does not divide 8 heads"),
-        ({"ep": 2}, "no such layout: 0 experts on 2 devices"),
+        ({"cp": 3, "pp": 40}, "no such layout: context=3 does not divide 4096 tokens"),
+        ({"ep": 2, "pp": 40}, "no such layout: 0 experts on 2 devices"),
     ],
 )
 def test_names_and_values_that_no_layout_has_are_refused_with_those_there_are(fixed, told):
@@ -94,7 +95,7 @@ def test_a_layout_of_wrong_sizes_or_words_is_refused():
             "stages_per_rank=1; or schedule=interleaved-1f1b, v-half, zbv",
         ),
         (64, 64, {"M": 7}, "microbatches=1, 2, 4, 8, 16, 32; or a batch of 63"),
-        (64, 64, {"dp": 3, "tp": 3}, "fewer values"),
+        (64, 64, {"dp": 3, "pp": 3}, "fewer values"),
     ],
 )
 def test_if_there_is_no_layout_the_message_has_the_rules_and_moves_that_work(gpus, batch, fixed, moves):
@@ -118,7 +119,9 @@ def test_an_odd_sequence_is_not_cut():
 
 def test_if_nothing_fits_the_smallest_layout_is_named_and_it_fits_into_what_is_said():
     given = {"gpus": 2, "batch": 2, "margin": 0}
-    with pytest.raises(UsageError, match=r"none of \d+ layouts .* fits into 0\.1 GB: the smallest needs") as error:
+    with pytest.raises(
+        UsageError, match=r"none of \d+ layouts .* fits into 0\.1 GB \(0 % .*: the smallest needs"
+    ) as error:
         pipelab.layout(MODEL, **given, memory=0.1)
     size = float(re.search(r"needs ([\d.]+) GB", str(error.value))[1])
     own = dict(re.findall(r"(\w+)=(\S+)", str(error.value)))

@@ -39,7 +39,7 @@ def test_a_plan_with_a_number_above_the_bound_is_refused_but_a_cap_may_be_any_nu
     ],
 )
 def test_stages_times_microbatches_above_the_bound_are_refused_with_the_next_move(make):
-    with pytest.raises(UsageError, match=f"at most {MOST_SLOTS}\n  try: {MOST_SLOTS // 4} micro-batches or fewer"):
+    with pytest.raises(UsageError, match=f"at most {MOST_SLOTS}\n  try: {MOST_SLOTS // 4:,} micro-batches or fewer"):
         make()
 
 

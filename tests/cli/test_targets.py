@@ -103,7 +103,7 @@ def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(succeeds, refus
     assert "rank*.json.gz" in succeeds("compare", pattern, "interleaved-1f1b")
     for arguments, words in (
         (["draw", f"{profiles}/rank0.json.gz"], "give the files of all ranks"),
-        (["draw", f"{pattern}(step=2)"], "2 whole steps"),
+        (["draw", f"{pattern}(step=2)"], "the files hold steps 0 to 1"),
         (["draw", f"{profiles}/nothing*.json"], "no file has such a name"),
         (["draw", pattern, "--ranks", "2"], "leave out --ranks"),
         (["why", pattern, "--delays", "--at", "3", "--rank", "0"], "leave out --save and --at"),
@@ -186,7 +186,7 @@ def test_a_saved_trace_is_a_target(succeeds, refused, folder):
     output = succeeds("compare", "m.json", "gpipe", "-r", "3", "-m", "2")
     assert "36 ms" in output
     assert "12 units" in output
-    assert "2 ranks and 3 micro-batches: leave out --ranks" in refused("check", "m.json", "-r", "2")
+    assert "ranks=2 and microbatches=3 already: leave out --ranks" in refused("check", "m.json", "-r", "2")
     assert "leave out --microbatches" in refused("compare", "m.json", "gpipe", "-m", "2,4")
     assert "m.json: a trace has its own times" in refused("draw", "m.json", "-f", "3", "-o", "m.txt")
     Path("other.json").write_text("{}")
@@ -289,7 +289,7 @@ def test_a_plan_is_given_in_the_command_itself(succeeds, refused, folder, text):
     assert succeeds("compare", text, "gpipe", "-r", "2", "-m", "2").count("9 units") == 2
     assert "rank 1, position 4: 'oops' is not an action" in refused("check", f"{ROWS} oops")
     error = refused("check", text, "-r", "3")
-    assert "2 ranks and 2 micro-batches: leave out --ranks" in error
+    assert "ranks=2 and microbatches=2 already: leave out --ranks" in error
 
 
 @pytest.mark.parametrize("content", [ROWS.replace("; ", "\n").replace(" ", ","), ROWS.replace("; ", "\n")])

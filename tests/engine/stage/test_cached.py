@@ -143,5 +143,5 @@ def test_sequences_that_cannot_be_cut_evenly_and_a_cache_under_a_checkpoint_are_
 
 
 def test_micro_batches_that_are_no_multiple_of_the_slices_are_refused():
-    with pytest.raises(BatchError, match="into 1 slices and some into 3"):
+    with pytest.raises(BatchError, match="into 1 slice and some into 3"):
         made(pipelab.Seq1F1B(2, 4, slices=3))

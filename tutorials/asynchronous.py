@@ -59,7 +59,7 @@ my_second_prediction = None  # two numbers of updates
 print(f"predicted {my_second_prediction}")
 for rank, row in enumerate(pipelab.PipeDream(P, 8).plan().rows):
     had = sum(action.kind == "U" for action in row[: row.index(F(7, rank))])
-    print(f"rank {rank}: {rank}F7 lacks {7 - had} updates")
+    print(f"rank {rank}: {rank}F7 lacks {7 - had} of 7 updates")
     assert 7 - had == P - 1 - rank
 
 # %% [markdown] tags=["answer"]

@@ -67,7 +67,7 @@ class Looped(Schedule):
 
     @property
     def rounds(self) -> list[range]:
-        """The micro-batches in rounds: a rank runs one round through all its stages before the next round starts.
+        """The micro-batches in rounds: on a rank, a round's forwards precede the next one's, and so do its backwards.
 
         Each round has at least as many micro-batches as there are ranks, if there are enough. Rounds are as even as
         possible, the longer ones first.

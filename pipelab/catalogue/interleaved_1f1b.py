@@ -15,12 +15,12 @@ class Interleaved1F1B(Looped):
         rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
         rank 1 |     1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
-    A round of micro-batches, one for every rank, goes through the rank's first stage, then through its second, before
-    the next round starts. Backwards do the same, starting at the last stage.
+    The forwards of a round of micro-batches, one for every rank, run on the rank's first stage, then on its second.
+    Those of the next round follow. Backwards do the same, starting at the last stage.
 
     With `v` stages per rank and at least as many micro-batches as ranks, a rank waits `v` times less than in 1F1B. The
-    price: a rank holds more activations, and `v` times as much travels. With fewer micro-batches, a rank waits until
-    they come round again.
+    price: a rank holds more activations, and more than `v` times as much travels. With fewer micro-batches, a rank
+    waits until they come round again.
 
     The paper and Megatron-LM need a multiple of `P` micro-batches, PyTorch a multiple of the number of rounds. Here
     rounds may differ by one micro-batch, which costs no time, so any number is accepted.

@@ -523,7 +523,7 @@ class Estimate:
 
     @cached_property
     def use(self) -> MemoryUse:
-        """What each rank of the pipeline holds over the step, in bytes."""
+        """What each rank of the pipeline holds over the step, in bytes, without `working`."""
         return memory_use(self.trace, self.memory)
 
     @property
@@ -550,7 +550,7 @@ class Estimate:
 
     @property
     def bytes(self) -> tuple[float, ...]:
-        """The most bytes that each rank of the pipeline holds: the peaks of `use`, from the order of its actions."""
+        """The most bytes that each rank holds: the peak of `use`, found without a simulation, and `working`."""
         always = [0] * self.layout.pipeline
         for rank, (weights, _, optimizer, _) in zip(self.ranks, self._stored, strict=True):
             always[rank] += weights + optimizer

@@ -161,6 +161,10 @@ def test_rounds_hold_every_microbatch_once_and_differ_by_one_at_most(size):
     assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) <= 1
     assert min(lengths) >= min(ranks, microbatches)
+    number = [index for index, each in enumerate(rounds) for _ in each]
+    for row, kind in itertools.product(pipelab.Interleaved1F1B(*size).plan().rows, "FB"):
+        numbers = [number[action.microbatch] for action in row if action.kind == kind]
+        assert numbers == sorted(numbers)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in schedules.items() if issubclass(kind, VShaped)])

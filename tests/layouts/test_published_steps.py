@@ -50,6 +50,11 @@ def test_the_error_to_expect_holds_for_90_percent_of_the_steps_of_each_kind_and_
     assert kinds(ours) == errors
     page = REFERENCE.read_text(encoding="utf-8")
     assert all(f"| {kind} | {rows} | {least:+} to {most:+} % |" in page for kind, (rows, least, most) in errors.items())
+    middle = [f"{median(e for k, e in ours if k == kind):.0f} %" for kind in ("long sequences", "small model", "dense")]
+    middle.append(f"{median(error for kind, error in ours if kind == 'dense, recomputed'):.0f} %")
+    text = " ".join(page.split())
+    assert f"Of these {len(ours)} estimates, {sum(error < 0 for _, error in ours)} are too short." in text
+    assert "{} with long sequences and {} in small models, but {} and {} in dense models".format(*middle) in text
 
 
 def test_blooms_layouts_are_ranked_as_the_tutorial_says():

@@ -357,6 +357,8 @@ def test_outputs_are_joined_along_their_rows_or_are_a_list():
     for shape, whole_shape in joined.items():
         assert join_outputs([torch.ones(shape)] * 2, counts, 1).shape == whole_shape
     assert join_outputs([torch.ones(7, 2, 3)] * 2, counts, 0).shape == (7, 4, 3)
+    assert join_outputs([torch.ones(5, 2)] * 2, counts, 0).shape == (10, 2)
+    assert join_outputs([torch.ones(7, 5, 2)] * 2, counts, 0).shape == (14, 5, 2)
     assert join_outputs([{"a": torch.ones(3, 2), "b": 1}] * 2, counts, 1)["a"].shape == (3, 4)
     unlike = [torch.ones(2, 5, 3), torch.ones(2, 4, 3)]
     assert join_outputs(unlike, counts, 0) == unlike

@@ -49,6 +49,14 @@ def test_a_tutorial_says_the_minutes_of_its_words_and_needs_only_tutorials_befor
     assert all(f"tutorials/{name}" in earlier for name in re.findall(r"\]\((\w+\.md)\)", before))
 
 
+def test_the_job_of_reading_a_timeline_takes_and_waits_as_its_first_paragraph_says() -> None:
+    as_planned = pipelab.simulate(pipelab.OneFOneB(4, 8), pipelab.Cost(forward=10, backward=20))
+    cost = pipelab.Cost(forward=[10, 10, 16, 10], backward=[20, 20, 32, 20])
+    trace = pipelab.simulate(pipelab.OneFOneB(4, 8), cost)
+    assert round(trace.makespan / as_planned.makespan - 1, 2) == 0.39
+    assert [round(1 - busy / trace.makespan, 2) for busy in trace.busy] == [0.48, 0.48, 0.16, 0.48]
+
+
 @pytest.mark.parametrize(("room", "par"), [(2, 10), (3, 7)])
 def test_no_choice_of_what_to_free_gathers_less_than_the_par_of_weights_as_a_cache(room: int, par: int) -> None:
     for row in pipelab.Interleaved1F1B(3, 6, stages_per_rank=4).plan().rows:

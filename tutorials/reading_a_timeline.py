@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Reading a measured timeline
 #
-# Your pipeline runs. Its gradients are right, and a step takes a third longer than the simulation says. All ranks but
-# one wait half of the time. One colleague proposes a better schedule, another one a faster network.
+# Your pipeline runs. Its gradients are right, and a step takes nearly 40 % longer than the simulation says. All ranks
+# but one wait nearly half of the time. One colleague proposes a better schedule, another one a faster network.
 #
 # On this page you find out who is right, in three moves: ask where the time went, ask what it would be without one
 # cause, and compare with a prediction. At the end you do the same with a job that has never heard of pipelab.

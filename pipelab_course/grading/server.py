@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,7 +49,7 @@ _GRACE = 0.3
 _MOST_RECORDED = 1 << 24
 """Bytes of a record; homework 4's has 600,000."""
 
-_DOOR = re.compile(r"__(?!init__)\w+|\w+_frame|exec|eval|compile|open|getattr|vars|globals|locals")
+_DOOR = re.compile(r"__(?!init__)\w+|\w+_frame|exec|eval|compile|open|getattr|vars|globals|locals|hub")
 """Names by which a file reaches what it does not import."""
 
 _SUBREAPER, _DEATH_SIGNAL, _DUMPABLE = 36, 1, 4
@@ -193,10 +194,21 @@ def _reaches(source: bytes) -> set[str]:
     return found
 
 
+def _own_sources(request: dict[str, Any]) -> list[bytes]:
+    """Return the Python files that run with a submission: what it imports, and what may shadow an installed module."""
+    files = {Path(path): base64.b64decode(data) for path, data in request["files"].items() if path.endswith(".py")}
+    found = [at for at in files if at == Path(request["main"]) or PathFinder.find_spec(at.with_suffix("").parts[0])]
+    for at in found:  # it grows
+        names = _reaches(files[at]) if len(files[at]) <= 1 << 20 else ()
+        parts = {part for name in names for part in name.split(".") if part}
+        found += [other for other in files if other not in found and {other.stem, other.parent.name} & parts]
+    return [files[at] for at in found]
+
+
 def _to_read(request: dict[str, Any]) -> str:
     """Say by what a homework reaches beyond its start file."""
     known = _reaches(HOMEWORKS[request["assignment"]["homework"]].template.read_bytes())
-    sources = [base64.b64decode(data) for path, data in request["files"].items() if path.endswith(".py")]
+    sources = _own_sources(request)
     long = [f"{len(source) >> 20} MB of Python" for source in sources if len(source) > 1 << 20]
     found = long or sorted(set[str]().union(*map(_reaches, sources)) - known)
     return f"to read by eye: {', '.join(found)}" if found and request["assignment"]["schedule"] is None else ""

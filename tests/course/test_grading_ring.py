@@ -120,10 +120,25 @@ LEADS = {
 
 @pytest.mark.parametrize("line", LEADS, ids=range(len(LEADS)))
 def test_whoever_grades_is_told_by_what_a_file_reaches_beyond_its_start_file(line):
-    files = {"ring_homework.py": SOLUTION, "helper.py": line, "data.txt": "import os"}
+    assert to_read({"ring_homework.py": line, "data.txt": "import os"}) == LEADS[line]
+
+
+def to_read(files):
     coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
-    said = server._to_read({"assignment": {"homework": "hybrid", "schedule": None}, "files": coded})
-    assert said == (f"to read by eye: {LEADS[line]}" if LEADS[line] else "")
+    request = {"assignment": {"homework": "hybrid", "schedule": None}, "main": "ring_homework.py", "files": coded}
+    return server._to_read(request).removeprefix("to read by eye: ")
+
+
+def test_only_files_that_a_submission_reaches_are_read():
+    beside = {"train.py": "import os; eval('1')", "more/__init__.py": "exec('1')", "torch_helper.py": "import sys"}
+    assert to_read({"ring_homework.py": SOLUTION, **beside}) == ""
+    reached = {"helper.py": "from package.deep import f", "package/__init__.py": "exec", "package/deep.py": "getattr"}
+    assert (
+        to_read({"ring_homework.py": "import helper", **reached, **beside}) == "exec, getattr, helper, package.deep.f"
+    )
+    assert to_read({"ring_homework.py": "from package import deep", **reached}) == "exec, getattr, package.deep"
+    assert to_read({"ring_homework.py": SOLUTION, "sympy.py": "eval('1')"}) == "eval"  # PyTorch may import it
+    assert to_read({"ring_homework.py": "torch.hub.load('.', 'f', source='local')"}) == "hub"
 
 
 def test_pipelabs_ring_may_be_compared_with_when_the_file_is_imported():

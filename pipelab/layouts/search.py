@@ -62,19 +62,25 @@ class Layouts:
         return self.estimates[0]
 
     @property
+    def doubts(self) -> str:
+        """Why neither times nor order are reliable; empty for a dense model on a device that was fitted."""
+        model, device = self.best.model, self.best.device
+        doubts = ["a mixture of experts"] * bool(model.experts)
+        return ", and ".join(doubts + [f"nothing was fitted to {device.name}"] * (not device.fitted))
+
+    @property
     def question(self) -> str:
         """What was asked and assumed, and how wrong the times may be; doubts come first."""
         best, (memory, margin) = self.best, self.memory
         model, device, layout = best.model, best.device, best.layout
-        doubts = ["a mixture of experts"] * bool(model.experts)
-        doubts += [f"nothing was fitted to {device.name}"] * (not device.fitted)
         active = f" ({model.active_parameters / GB:.1f} active)" * bool(model.experts)
         assumed = f" (assumed: the model allows {self.longest:,})" * bool(self.longest)
         batch = layout.replicas * layout.microbatches * layout.microbatch
         rows, least, most = errors[best.kind]
         expected = f"{least:+} to {most:+} %, as in 90 % of {rows} published steps" if device.fitted else "unknown"
         return (
-            (f"Times not to be believed: {' and '.join(doubts)}. " if doubts else "")
+            f"Neither the times nor the order of these layouts is reliable: {self.doubts}. "
+            * bool(self.doubts)
             + f"{model.parameters / GB:.1f} billion parameters{active}; {batch:,} sequences of {model.sequence:,} "
             f"tokens{assumed}; {layout.devices:,} {device.name} of {memory / GB:g} GB, {100 * margin:g} % of it left "
             f"for the runtime. Fitted: {device.fitted or 'nothing'}. Error to expect ({best.kind}): {expected}."
@@ -82,7 +88,7 @@ class Layouts:
 
     @property
     def rows(self) -> list[dict[str, object]]:
-        """One dict for each layout: its sizes, times in seconds, bytes; the model's sizes, and the device."""
+        """One dict for each layout: its sizes, times in seconds, bytes; the model's sizes, the device, doubts."""
         return [
             {name: getattr(each.layout, name) for name in _NAMES.values()}
             | {
@@ -95,6 +101,7 @@ class Layouts:
                 "parameters": each.model.parameters,
                 "sequence": each.model.sequence,
                 "device": each.device.name,
+                "doubts": self.doubts,
             }
             for each in self.estimates
         ]

@@ -78,9 +78,11 @@ def test_an_answer_begins_with_the_question_and_what_to_expect():
     assert "Fitted: Llama 3 (arXiv:2407.21783), table 4: 8,192 GPUs." in said
     assert "Error to expect (small model): -36 to -10 %, as in 90 % of 19 published steps." in said
     experts = Transformer(**SMALL, experts=8, active=2, expert_ffn=1024)
-    said = pipelab.layout(experts, gpus=2, batch=4, top=1, device="mi300x", memory=100, margin=0.1).question
+    doubted = pipelab.layout(experts, gpus=2, batch=4, top=1, device="mi300x", memory=100, margin=0.1)
+    said = doubted.question
     assert said.startswith(
-        "Times not to be believed: a mixture of experts and nothing was fitted to mi300x. 0.3 billion"
+        "Neither the times nor the order of these layouts is reliable: a mixture of experts, and nothing was fitted to"
+        " mi300x. 0.3 billion"
     )
     assert f"({experts.active_parameters / 1e9:.1f} active)" in said
     assert experts.active_parameters == experts.parameters - 8 * 6 * 3 * 1024 * 1024  # 2 of 8 experts in 8 layers
@@ -88,6 +90,21 @@ def test_an_answer_begins_with_the_question_and_what_to_expect():
     assert said.endswith("Fitted: nothing. Error to expect (mixture of experts): unknown.")
     assert not [name for name in ("a100", "h100", "h200", "b200") if not device(name).fitted]
     assert not [name for name in ("h800", "mi300x", "mi355x") if device(name).fitted]
+
+
+def test_a_saved_answer_has_its_doubts(tmp_path):
+    sure, doubted = Transformer(**SMALL), Transformer(**SMALL, experts=8, active=2, expert_ffn=1024)
+    for model, device_name, doubts in (
+        (sure, "h100", ""),
+        (doubted, "h100", "a mixture of experts"),
+        (sure, "mi300x", "nothing was fitted to mi300x"),
+    ):
+        found = pipelab.layout(model, gpus=2, batch=4, top=2, device=device_name)
+        assert {row["doubts"] for row in found.rows} == {doubts}
+        for suffix in ("csv", "txt", "md", "html"):
+            text = " ".join(found.save(tmp_path / f"layouts.{suffix}").read_text(encoding="utf-8").split())
+            assert ("order of these layouts" in text) == (bool(doubts) and suffix != "csv")
+            assert doubts in text
 
 
 def test_without_a_sequence_a_configurations_longest_is_not_taken(tmp_path):

@@ -179,7 +179,7 @@ def row_counts(rows: int, microbatches: int) -> list[int]:
         raise BatchError(
             f"a batch of {counted(rows, 'row')} cannot fill {microbatches} micro-batches: "
             f"use {fewer}a batch of at least {microbatches} rows; "
-            "drop_last=True leaves a DataLoader's short last batch out"
+            "drop_last=True leaves a DataLoader's short last batch out of training; evaluate it with the model itself"
         )
     each, more = divmod(rows, microbatches)
     return [each + (index < more) for index in range(microbatches)]

@@ -379,15 +379,20 @@ class Estimate:
         }
 
     @cached_property
-    def terms(self) -> Terms:
-        """The seconds of a step, term by term, on the rank that works most; the rest of the step it waits."""
+    def by_rank(self) -> list[Terms]:
+        """For each rank of the pipeline, the seconds of a step, term by term; the rest of the step it waits."""
         ranks: list[Terms] = [{} for _ in range(self.layout.pipeline)]
         for stage, (rank, parts) in enumerate(zip(self.ranks, self.work, strict=True)):
             terms = ranks[rank]
             for many, part in [*((self.layout.microbatches, part) for part in parts), (1, self.after[stage])]:
                 for name, seconds in part.items():
                     terms[name] = terms.get(name, 0.0) + many * seconds
-        return max(ranks, key=lambda terms: sum(terms.values()))
+        return ranks
+
+    @property
+    def terms(self) -> Terms:
+        """The seconds of a step, term by term, on the rank that works longest."""
+        return max(self.by_rank, key=lambda terms: sum(terms.values()))
 
     @cached_property
     def at_least(self) -> float:

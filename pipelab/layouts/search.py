@@ -124,13 +124,16 @@ class Layouts:
 
     @property
     def terms(self) -> Table:
-        """The quickest layout's step, term by term, on the rank that works most; at the end, how long it waits."""
-        found, seconds = self.best.terms, self.best.seconds
+        """The quickest layout's step, term by term, on the rank that works longest; at the end, how long it waits."""
+        found, seconds, ranks = self.best.terms, self.best.seconds, self.best.by_rank
         spent = {**found, "waiting": seconds - sum(found.values()), "the step": seconds}
         rows = [{"term": term, "seconds": time, "share": time / seconds} for term, time in spent.items() if time > 0]
-        return Table(
-            rows, [Column("term"), Column("seconds", "s", "{:.3f}".format), Column("share", "", wording.percent)]
+        columns = [Column("term"), Column("seconds", "s", "{:.3f}".format), Column("share", "", wording.percent)]
+        waits = 1 - sum(sum(terms.values()) for terms in ranks) / len(ranks) / seconds
+        whose = (
+            f" on rank {ranks.index(found)}, which works longest. All ranks wait {wording.percent(waits)} of the step"
         )
+        return Table(rows, columns, title="The step of the quickest" + f"{whose} on average." * (len(ranks) > 1))
 
     @property
     def held(self) -> Table:
@@ -144,7 +147,9 @@ class Layouts:
             for rank, (most, held) in enumerate(zip(best.bytes, best.use.at_peak, strict=True))
         ]
         sizes = [Column(key, "", lambda count: f"{count / GB:.1f}") for key in list(rows[0])[2:]]
-        return Table(rows, [Column("rank"), Column("layers"), *sizes], title="What each rank of the quickest holds, GB")
+        even = "Layers are divided evenly between the stages: pipelab does not try fewer layers beside the head."
+        notes, title = [even] * (len(rows) > 1), "What each rank of the quickest holds, GB"
+        return Table(rows, [Column("rank"), Column("layers"), *sizes], notes=notes, title=title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the table; the suffix is the format: see `Table.save`. Return the path."""

@@ -157,6 +157,24 @@ def test_what_each_rank_holds_adds_up_to_the_most_that_it_holds():
         assert sum(row[part] for part in parts) == pytest.approx(row["all"])
 
 
+@pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 3), ("zbv", 0)])  # where each has the head
+def test_the_terms_say_whose_they_are_and_how_long_all_ranks_wait(schedule, rank):
+    found = pipelab.layout(MODEL, gpus=4, batch=8, pp=4, schedule=schedule, recompute="none", b=1)
+    best = found.best
+    waits = [1 - sum(terms.values()) / best.seconds for terms in best.by_rank]
+    assert waits.index(min(waits)) == rank
+    assert {row["term"]: row["seconds"] for row in found.terms.rows}["waiting"] / best.seconds == pytest.approx(
+        waits[rank]
+    )
+    title = found.terms.title
+    assert f"on rank {rank}, which works longest" in title
+    assert f"All ranks wait {100 * sum(waits) / 4:.1f} % of the step on average" in title
+    assert "fewer layers beside the head" in found.held.notes[0]
+    assert sum(best.by_rank[0].values()) < best.seconds
+    alone = pipelab.layout(MODEL, gpus=1, batch=8, top=1)
+    assert (alone.terms.title, alone.held.notes) == ("The step of the quickest", [])
+
+
 def test_the_command_evaluates_my_layout_and_says_what_each_rank_holds(succeeds, refused, tmp_path):
     path = tmp_path / "model.toml"
     path.write_text(TOML)

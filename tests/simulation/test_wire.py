@@ -306,6 +306,9 @@ def test_the_page_lists_the_schedules_that_lose_time_in_one_queue():
             assert listed[name] == [f"{each:.1f} %" for each in longer]
         else:
             assert longer[0] < 1
+            others = {"gpipe": "10.5", "v-min": "7.3", "v-half": "6.4"}
+            assert longer[1] < 1.25 or f"{longer[1]:.1f}" == others[name]
+        assert longer[2] < 1.55 or any(isinstance(item, pipelab.Pair) for row in plan.rows for item in row)
 
 
 def under_way(trace, rank):

@@ -27,14 +27,17 @@ from pipelab.table import Column, Table
 def schedules() -> None:
     """List the schedules that come with pipelab.
 
-    With the sizes that they accept, and their sources.
+    With the sizes that they accept, their sources, and formulas of the bubble.
     """
-    table = Columns("name", "what it does, which sizes it accepts, and its source", box=None, pad_edge=False)
+    table = Columns("name", "what it does, which sizes it accepts, its bubble, its source", box=None, pad_edge=False)
     for name, kind in pipelab.schedules.items():
         table.add_row(name, (kind.__doc__ or "").strip().splitlines()[0])
         table.add_row("", Padding(Text(f"accepts {_sizes_of(kind)}"), (0, 0, 0, 2)))
-        table.add_row("", Padding(Text(kind.source, style="dim"), (0, 0, 0, 2)))
+        bubbles = [f"bubble {form}{key[6:]}" for key, form in kind.closed_forms.items() if key.startswith("bubble")]
+        for line in [*bubbles, kind.source]:
+            table.add_row("", Padding(Text(line, style="dim"), (0, 0, 0, 2)))
     Console().print(table)
+    say("P ranks, M micro-batches, v stages per rank, k slices per sequence; equal stages and free transfers")
 
 
 def _sizes_of(kind: type[pipelab.Schedule]) -> str:

@@ -28,6 +28,8 @@ def test_schedules_are_listed_with_their_sources(succeeds):
     for name, kind in pipelab.schedules.items():
         assert name in output
         assert kind.source.split()[0] in output
+    assert "bubble (P - 1) / (v * M + P - 1) if M >= P" in " ".join(output.split())
+    assert "v stages per rank" in output
 
 
 def test_a_students_file_is_checked_simulated_and_drawn(succeeds, folder):

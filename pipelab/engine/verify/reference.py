@@ -136,7 +136,7 @@ def least_of(norms: Mapping[str, float]) -> float:
     return _SMALLEST_SHARE * max(norms.values(), default=0.0)
 
 
-ANEW = "draws anew for each micro-batch, so the whole batch is not compared: model.eval(), then again, compares it"
+ANEW = "draws anew for each micro-batch, so the whole batch is not compared: repeat after model.eval() to compare it"
 OTHERWISE = "draws other random numbers than the plain model: set model.eval()"
 
 

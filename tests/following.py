@@ -22,7 +22,7 @@ def follow(plan, hint):
     """Return the plan after a hint: `yield F(1) to F(3) before B(0) on rank 0`, and all other forms."""
     rows = written(plan)
     for part in hint.removesuffix(", then check again").split("; "):
-        if match := re.fullmatch(r"on ranks? (.*), yield all forwards before the first backward \(as in GPipe.*\)", part):
+        if match := re.fullmatch(r"on ranks? (.*), yield all forwards before the first backward \(GPipe: .*\)", part):
             for rank in _numbers(match[1]):
                 rows[rank].sort(key=lambda action: action.kind != "F")
         elif match := re.fullmatch(r"yield (.*) on rank (\d+)|on rank (\d+), yield (.*)", part):

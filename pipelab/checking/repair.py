@@ -283,7 +283,7 @@ def _forwards_first(trials: _Trials, ranks: Sequence[int]) -> Iterator[Repair]:
     ]
     if not trials.stuck(rows):
         words = f"on rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}, yield all forwards before the first backward"
-        yield Repair(f"{words} (as in GPipe, holding all activations)", rows)
+        yield Repair(f"{words} (GPipe: holds all activations)", rows)
 
 
 def _reordered(trials: _Trials, free: Collection[int]) -> tuple[list[Shift], bool]:

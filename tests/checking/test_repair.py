@@ -50,6 +50,9 @@ def hint_of(schedule):
     return fault.hint
 
 
+FORWARDS_FIRST = "yield all forwards before the first backward (GPipe: holds all activations)"
+
+
 @pytest.mark.parametrize(
     ("schedule", "hint"),
     [
@@ -67,8 +70,8 @@ def hint_of(schedule):
             "and so on to F(7) before B(5)",
         ),
         (WrongWayRound(2, 4), "yield F(1) before B(0), F(2) before B(1), and so on to F(3) before B(2) on rank 0"),
-        (WrongWayRound(4, 8), "on ranks 0…2, yield all forwards before the first backward (as in GPipe, holding all activations)"),
-        (WrongWayRound(16, 64), "on ranks 0…14, yield all forwards before the first backward (as in GPipe, holding all activations)"),
+        (WrongWayRound(4, 8), f"on ranks 0…2, {FORWARDS_FIRST}"),
+        (WrongWayRound(16, 64), f"on ranks 0…14, {FORWARDS_FIRST}"),
     ],
 )
 def test_a_row_in_a_naive_order_is_mended_in_one_go(schedule, hint):
@@ -112,7 +115,7 @@ def test_a_big_plan_is_searched_only_so_long(monkeypatch):
         repair, "traverse", lambda program, **options: walked.append(program) or traverse(program, **options)
     )
     (fault,) = check(WrongWayRound(32, 512))
-    assert fault.hint == "on ranks 0…30, yield all forwards before the first backward (as in GPipe, holding all activations)"
+    assert fault.hint == f"on ranks 0…30, {FORWARDS_FIRST}"
     actions = 2 * 32 * 512
     assert len(walked) * actions <= 2 * repair._TRIAL_ACTIONS + 5 * actions
 

@@ -167,9 +167,10 @@ class Plan:
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan in PyTorch's CSV notation (`compute_only`), which `from_csv` reads back; return the path.
 
-        PyTorch's runtime runs such a file if every stage is on one rank, every rank has a stage, the plan has no `R`,
-        and the last of several stages runs its forwards in ascending order. Only pipelab runs a plan with replicated
-        stages: PyTorch has a word for their all-reduces, `2REDUCE_GRAD`, but its runtime refuses a stage on two ranks.
+        PyTorch's runtime runs such a file if every stage is on one rank, every rank has a stage, only `F`, `B`, `I`,
+        `W` and pairs are listed, and the last of several stages runs its forwards in ascending order. Only pipelab runs
+        a plan with replicated stages: PyTorch has a word for their all-reduces, `2REDUCE_GRAD`, but its runtime refuses
+        a stage on two ranks.
 
         Warns:
             UserWarning: if the last stage's forwards are not in ascending order. PyTorch's runtime numbers losses in

@@ -46,6 +46,14 @@ def test_pytorch_says_why_it_does_not_load_a_plan_with_replicated_stages(schedul
         load(plan.to_csv(tmp_path / "plan.csv"), plan)
 
 
+@pytest.mark.parametrize("row", ["0F0 0C0 0B0", "0F0 0B0 0U0", "0F0 0OFFLOAD0 0LOAD0 0B0", "0UNSHARD 0F0 0B0 0RESHARD"])
+def test_pytorch_loads_only_forwards_backwards_and_pairs(row, tmp_path):
+    plan = Plan.parse(row)
+    refused = r"Invalid action string: 0[CUOL]|Expected compute-only schedule but found .*'0UNSHARD'"
+    with pytest.raises((RuntimeError, ValueError), match=refused):
+        load(plan.to_csv(tmp_path / "plan.csv"), plan)
+
+
 def test_a_file_that_pytorch_loads_and_then_fails_on_is_written_with_a_warning(tmp_path):
     plan = Plan.parse(["0F1 0F0 0B0 0B1", "1F1 1F0 1B0 1B1"])
     with pytest.warns(UserWarning, match=r"last stage's forwards run in the order 1, 0, and PyTorch's runtime") as told:

@@ -118,7 +118,7 @@ class Layouts:
             Column("inside", "sent inside, GB", lambda count: f"{count / GB:.1f}"),
             Column("between", "between nodes", lambda count: f"{count / GB:.1f}"),
         ]
-        what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices} {self.best.device.name}"
+        what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices:,} {self.best.device.name}"
         notes = [f"{what}. Levels of ZeRO that take the same time are one row: the lowest that fits."]
         return Table(self.rows, columns, notes=notes, title=self.question)
 

@@ -157,7 +157,8 @@ class BothWays(Schedule):
                 rank 2 |   2          rank 2 |  1
                 rank 3 |    3         rank 3 | 0
 
-    Every stage is on two ranks, so the parameters are held twice. A micro-batch finds one stage on every rank.
+    Every stage is on two ranks, so the parameters are held twice; of an odd number of ranks, the middle one holds one
+    stage, which is on no other. A micro-batch finds one stage on every rank.
 
     Args:
         ranks: how many workers the pipeline has.

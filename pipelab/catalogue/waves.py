@@ -51,9 +51,10 @@ class BitPipe(Hanayo):
         rank 1 | 0F1 1F0 2F0 3F1 3B1 2B0 1B0 0B1 0F3 1F2 2F2 3F3 3B3 2B2 1B2 0B3
 
     Every rank holds four stages, two for each direction, so the parameters are held twice, and all-reduces sum their
-    gradients. The order comes from list scheduling, as in [`Greedy`][pipelab.Greedy], and it accepts the same
-    arguments. The paper's own order has the bubble `(P - 2) / (3 * M + P - 2)` at `B = 2 * F` and `M = P`: this one
-    reaches it with 4 ranks, and misses it by half a unit of 30 with 8.
+    gradients. (Of an odd number of ranks, the middle one holds two.) The order comes from list scheduling, as in
+    [`Greedy`][pipelab.Greedy], and it accepts the same arguments. The paper's own order has the bubble
+    `(P - 2) / (3 * M + P - 2)` at `B = 2 * F` and `M = P`: this one reaches it with 4 ranks, and misses it by half a
+    unit of 30 with 8.
 
     Example:
         >>> import pipelab

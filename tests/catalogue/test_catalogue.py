@@ -176,6 +176,13 @@ def test_v_shapes_go_down_the_ranks_and_back_up_and_have_two_stages_per_rank(nam
             kind(4, 8, stages_per_rank=stages_per_rank)
 
 
+@pytest.mark.parametrize(("name", "stages_per_rank"), [("gems", 1), ("bitpipe", 2)])
+def test_only_the_middle_one_of_an_odd_number_of_ranks_shares_its_stages_with_no_other(name, stages_per_rank):
+    replicas = schedules[name](5, 4).plan().replicas
+    assert [stage for stage, ranks in replicas.items() if len(ranks) == 1] == [2, 7][:stages_per_rank]
+    assert {ranks for ranks in replicas.values() if len(ranks) == 1} == {(2,)}
+
+
 @pytest.mark.parametrize("name", [name for name, kind in schedules.items() if issubclass(kind, SingleStage)])
 def test_single_stage_schedules_refuse_more_and_name_what_has_more(name):
     kind = schedules[name]

@@ -62,6 +62,7 @@ class Table:
         title: a line above the table and its plot: what it shows, and the setting. A CSV file has none, so its rows
             should hold the setting too.
         curves: for a key along the y-axis, one or two more keys whose values `plot` adds as thin lines.
+        below: more tables, shown after the notes; a CSV file and the plot leave them out.
 
     Example:
         >>> rows = [
@@ -88,6 +89,7 @@ class Table:
     notes: Sequence[str] = ()
     curves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     title: str = ""
+    below: Sequence[Table] = ()
 
     def __post_init__(self) -> None:
         """Show every key of the rows where no columns are named."""

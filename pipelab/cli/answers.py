@@ -14,7 +14,7 @@ from rich.text import Text
 
 import pipelab
 from pipelab.cli.options import Save, SaveTable, Sizes, Target, Times, grouped, untimed
-from pipelab.cli.printing import TABLE, TIMELINE, echo, print_and_save, require_writable, save_timeline, say, wrote
+from pipelab.cli.printing import ROWS, TIMELINE, echo, print_and_save, require_writable, save_timeline, say, wrote
 from pipelab.cli.targets import settings
 from pipelab.draw import text, wording
 from pipelab.draw.why import sentence
@@ -69,7 +69,7 @@ def why(
     """
     if at is not None and rank is None:
         raise UsageError(f"--at {at:g} needs a rank: pipelab why {target} --rank 0 --at {at:g}")
-    require_writable(save, TABLE)
+    require_writable(save, ROWS)
     if recorder is not None:
         echo(str(culprit(untimed(sizes.find(target)), sorted(glob(recorder)))))
         return
@@ -136,23 +136,25 @@ def layout(
 ) -> None:
     """Rank the layouts of a dense model that fit.
 
-    It also says where the quickest step spends its time, and what each rank holds. --set fixes some or all of TP, CP,
-    EP, DP (how many devices share a layer, a sequence, the experts, the batch), PP (ranks of the pipeline), v (stages
-    on a rank), M (micro-batches of a replica), b (sequences in one), zero, schedule, recompute (none, selective, full).
+    Then, of the quickest, where its time goes and what each rank holds. --set fixes some or all of TP, CP, EP, DP (how
+    many devices share a layer, a sequence, the experts, the batch), PP (ranks of the pipeline), v (stages on a rank), M
+    (micro-batches of a replica), b (sequences in one), zero (what DP shares: 0 nothing, 1 the optimizer's state, 2
+    gradients too, 3 weights too), schedule, recompute (none, selective, full).
 
-    Above bound: how much longer the step is than any order of its actions must take. MFU: the share of the peak.
-    GB: what the fullest device holds. Sent: by each device of the first rank in a step, inside and between nodes.
+    Above bound: how much longer the step is than any order of its actions must take; at 0 %, ranks may still wait. MFU:
+    the share of the peak. GB: what the fullest device holds. Sent: by each device of the first rank in a step.
+
+    Terms are of the rank that works longest. Head: the product with the vocabulary. Parallelism: collectives that
+    nothing hides. Waiting: the rest of the step. One backward: what a layer needs while its backward runs.
 
     For example: pipelab layout config.json --gpus 64 --sequence 8192 --set "tp=4 pp=4 recompute=full"
     """
-    require_writable(save, TABLE)
+    require_writable(save, ROWS)
     found = pipelab.layout(
         model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, margin=margin, top=top,
         schedules=schedules, **settings(" ".join(sets or []).replace(",", " ").split(), such="tp=8"),
     )  # fmt: skip
     print_and_save(found.table, save)
-    print_and_save(found.terms, None)
-    print_and_save(found.held, None)
 
 
 @grouped
@@ -171,7 +173,7 @@ def megatron(
 
     For example: pipelab megatron interleaved-1f1b -r 4 --decoders 18 --time E=0.2 --time t=1 --time L=0.9
     """
-    require_writable(save, TABLE)
+    require_writable(save, ROWS)
     schedule, times = untimed(sizes.find(target)), settings(time, "--time", "t=1")
     if (layout is None) == (decoders is None) or (layout and mtp):
         raise UsageError("give the layers, as --decoders 18 --mtp 1, or a layout that has them, as --layout 'Ett|ttL'")

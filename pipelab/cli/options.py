@@ -54,8 +54,7 @@ SaveRun = Annotated[
     ),
 ]
 SaveTable = Annotated[
-    list[Path] | None,
-    typer.Option("--save", "-o", help="a file to write: csv md html txt; png svg pdf: the plot; repeatable"),
+    list[Path] | None, typer.Option("--save", "-o", help="a file to write: csv txt md html; repeatable")
 ]
 PostingOrder = Annotated[
     Order, typer.Option("--order", help="in which order ranks post sends and receives; see the page The wire")

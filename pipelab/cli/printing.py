@@ -38,7 +38,7 @@ _PLAIN = dict(zip("│┆▏─┄┬┴┐└┘┤┌▲·…", "|||--+++++++^
 TIMELINE = ("a timeline", (*draw.FORMATS[draw.TRACE], ".csv"))
 RUN = ("a run", (*draw.FORMATS[draw.COMPARISON], ".json"))
 COMPARISON, DIFF, FAULTS = ((what, list(draw.FORMATS[what])) for what in (draw.COMPARISON, draw.DIFF, draw.FAULTS))
-TABLE = ("a table", table.SUFFIXES)
+TABLE, ROWS = ("a table", table.SUFFIXES), ("this table", table.SUFFIXES[:4])
 GRAPH = ("a dependency graph", graph.SUFFIXES)
 
 

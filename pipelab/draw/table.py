@@ -53,13 +53,14 @@ def text(table: Table, width: int = 80) -> str:
         parts = [[row for block in parts for row in (*block, blank)][:-1]]
     lines = [line.rstrip() for block in parts for line in wording.columns(block, width, left=_left(table))]
     notes = [fill(note, width, break_on_hyphens=False) for note in table.notes]
+    notes += ["\n" + text(each, width) for each in table.below]
     return "\n".join([*title, *lines, *(part for note in notes for part in ("", note))])
 
 
 def page(table: Table) -> str:
     """Return a table as an element of a page."""
     title, *notes = [f"<p>{html.escape(clean(words))}</p>" if words else "" for words in (table.title, *table.notes)]
-    return "\n".join(filter(None, [title, *map(_html_table, blocks(table)), *notes]))
+    return "\n".join(filter(None, [title, *map(_html_table, blocks(table)), *notes, *map(page, table.below)]))
 
 
 def save(table: Table, path: str | os.PathLike[str]) -> Path:
@@ -181,7 +182,7 @@ def _markdown(table: Table) -> str:
         lines = [heads, rule, *rows]
         escaped = [[re.sub(r"([|<`\[])", r"\\\1", cell) for cell in line] for line in lines]
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in escaped))
-    return "\n\n".join(filter(None, [table.title, *parts, *table.notes])) + "\n"
+    return "\n\n".join(filter(None, [table.title, *parts, *table.notes, *map(_markdown, table.below)])) + "\n"
 
 
 def _joined(value: Any) -> Any:

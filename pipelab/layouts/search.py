@@ -108,19 +108,20 @@ class Layouts:
 
     @property
     def table(self) -> Table:
-        """The rows, as readers see them."""
+        """The rows, as readers see them, and below them the terms, and what each rank holds."""
         columns = [
             *(Column(name, head) for head, name in _NAMES.items()),
             Column("seconds", "step, s", "{:.3f}".format),
             Column("above_bound", "above bound", wording.percent),
             Column("mfu", "MFU", wording.percent),
             Column("bytes", "GB", lambda count: f"{count / GB:.1f}"),
-            Column("inside", "sent inside, GB", lambda count: f"{count / GB:.1f}"),
-            Column("between", "between nodes", lambda count: f"{count / GB:.1f}"),
+            Column("inside", "sent inside nodes, GB", lambda count: f"{count / GB:.1f}"),
+            Column("between", "sent between nodes, GB", lambda count: f"{count / GB:.1f}"),
         ]
-        what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices:,} {self.best.device.name}"
-        notes = [f"{what}. Levels of ZeRO that take the same time are one row: the lowest that fits."]
-        return Table(self.rows, columns, notes=notes, title=self.question)
+        what = f"{counted(self.tried, 'layout')} of {self.best.layout.devices:,} {self.best.device.name} tried"
+        zero = "Levels of ZeRO that take the same time are one row: the lowest that fits."
+        notes = [f"{what}: these are the quickest that fit. {zero}"]
+        return Table(self.rows, columns, notes=notes, title=self.question, below=[self.terms, self.held])
 
     @property
     def terms(self) -> Table:
@@ -152,7 +153,7 @@ class Layouts:
         return Table(rows, [Column("rank"), Column("layers"), *sizes], notes=notes, title=title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table; the suffix is the format: see `Table.save`. Return the path."""
+        """Write the tables as `txt`, `md` or `html`, or the rows as `csv`. Return the path."""
         return self.table.save(path)
 
     def __str__(self) -> str:

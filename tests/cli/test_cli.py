@@ -335,5 +335,6 @@ def test_layout_ranks_what_fits_and_says_where_the_quickest_ones_step_goes(succe
     text = " ".join(succeeds("layout", "--help").split())
     assert all(f"{word} (" in text or f"{word}," in text for word in columns.split()[:5])
     assert all(f"{word} (" in text for word in ("v", "M", "b"))
-    assert all(f"{word}:" in text for word in ("Above bound", "MFU", "GB"))
+    assert all(f"{word}:" in text for word in ("Above bound", "MFU", "GB", "Sent", "Head", "Waiting", "One backward"))
+    assert "0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too" in text
     assert "the smallest needs" in refused(*given, "0.1")

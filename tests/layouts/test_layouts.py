@@ -105,6 +105,7 @@ def test_a_saved_answer_has_its_doubts(tmp_path):
             text = " ".join(found.save(tmp_path / f"layouts.{suffix}").read_text(encoding="utf-8").split())
             assert ("order of these layouts" in text) == (bool(doubts) and suffix != "csv")
             assert doubts in text
+            assert ("The step of the quickest" in text and "one backward" in text) == (suffix != "csv")
 
 
 def test_without_a_sequence_a_configurations_longest_is_not_taken(tmp_path):

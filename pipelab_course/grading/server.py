@@ -16,7 +16,6 @@ import ast
 import base64
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import random
@@ -30,7 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib.machinery import PathFinder
+from importlib import import_module, machinery
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,7 +63,7 @@ def _prctl(option: int, value: int) -> None:
 def _module(homework: str) -> Any:
     """Return a homework's module: `record` runs a submission, and `judge` says what each task's check found in it."""
     name = {"hw1": "homework1", "hw3": "homework3", "hw4": "homework4", "hybrid": "ring"}[homework]
-    return importlib.import_module(f"pipelab_course.grading.{name}")
+    return import_module(f"pipelab_course.grading.{name}")
 
 
 # ── In the fork ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,7 +74,7 @@ def _recorded(request: dict[str, Any], name: str, at: Callable[[str], None]) -> 
     assignment = Assignment(**request["assignment"])
     try:
         at("while it is imported")
-        load = partial(importlib.import_module, name)
+        load = partial(import_module, name)
         if assignment.schedule is None:
             return {"record": _module(assignment.homework).record(load, assignment.seed, at, *assignment.own)}
         return {"record": schedules.record(load, assignment, at)}
@@ -179,7 +178,7 @@ def _written(request: dict[str, Any], folder: Path) -> str:
 def _reaches(source: bytes) -> set[str]:
     """Return what a Python file imports, and names in it that lead to other modules, to frames or to code."""
     try:
-        nodes = [*ast.walk(ast.parse(source))]
+        nodes = [*ast.walk(ast.parse(source))] if len(source) <= 1 << 20 else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()  # nor is it imported
     called, found = {node.func for node in nodes if isinstance(node, ast.Call)}, set[str]()
@@ -196,13 +195,12 @@ def _reaches(source: bytes) -> set[str]:
 
 def _own_sources(request: dict[str, Any]) -> list[bytes]:
     """Return the Python files that run with a submission: what it imports, and what may shadow an installed module."""
-    files = {Path(path): base64.b64decode(data) for path, data in request["files"].items() if path.endswith(".py")}
-    found = [at for at in files if at == Path(request["main"]) or PathFinder.find_spec(at.with_suffix("").parts[0])]
-    for at in found:  # it grows
-        names = _reaches(files[at]) if len(files[at]) <= 1 << 20 else ()
-        parts = {part for name in names for part in name.split(".") if part}
-        found += [other for other in files if other not in found and {other.stem, other.parent.name} & parts]
-    return [files[at] for at in found]
+    files = {path: base64.b64decode(data) for path, data in request["files"].items() if path.endswith(".py")}
+    own = [at for at in files if at == request["main"] or machinery.PathFinder.find_spec(re.findall(r"\w+", at)[0])]
+    for at in own:  # it grows
+        imported = {word for name in _reaches(files[at]) for word in re.findall(r"\w+", name)}
+        own += [other for other in files if other not in own and imported & {*re.findall(r"\w+", other)[:-1]}]
+    return [files[at] for at in own]
 
 
 def _to_read(request: dict[str, Any]) -> str:

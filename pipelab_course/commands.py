@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
-from pipelab.cli.options import SaveTable, grouped, whole_numbers
+from pipelab.cli.options import grouped, whole_numbers
 from pipelab.cli.printing import TABLE, echo, folded, print_and_save, require_writable, say, wrote
 from pipelab.draw import wording
 from pipelab.errors import PipelabError, UsageError, counted
@@ -36,6 +36,10 @@ Row = TypeVar("Row")
 Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
 Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]
 Own = Annotated[str, typer.Option("--variant", help="a student's own numbers, which follow from this name")]
+SaveTable = Annotated[
+    list[Path] | None,
+    typer.Option("--save", "-o", help="a file to write: csv txt md html; png svg pdf: the plot; repeatable"),
+]
 Numbers = Sequence[Mapping[str, str]]
 """What fills answers: the numbers of a run by name, once or, where several models were measured, for each."""
 _WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".html"))

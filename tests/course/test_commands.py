@@ -10,6 +10,10 @@ from commands import one_line_each
 def test_every_lab_is_one_line_of_the_help(succeeds, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert one_line_each(succeeds("lab", "--help")) > 5
+    for name in ("practical9", "hw1", "hw3"):
+        assert "csv txt md html; png svg pdf: the plot" in " ".join(
+            succeeds("lab", name, "--help").replace("│", " ").split()
+        )
 
 
 def test_what_homework_4_asks_for_is_told_before_it_is_begun(pipelab_command, folder):

@@ -476,12 +476,17 @@ _ALIKE = r'(<g [^>]*)>((?:\s*<path d="[^"]*") style="([^"]*)"/>(?:\s*<path d="[^
 def _smaller(drawn: str) -> str:
     """Return Matplotlib's SVG without what it repeats, a third of the size: nothing of a figure is outside its axes."""
     head, mark, drawn = drawn.replace("<svg ", '<svg role="img" ', 1).partition("</metadata>")
-    drawn = re.sub("<[^>]+>", lambda tag: re.sub(r"\s+", " ", re.sub(r"(\.\d)\d+", r"\1", tag[0])), drawn)
-    drawn = re.sub(r' (clip-path|transform)="(url|rotate\(-0 )[^"]*"', "", drawn)
-    drawn = re.sub(_FONTS, "", drawn).replace("<g ", "<g font-family=\"'DejaVu Sans', sans-serif\" ", 1)
-    drawn = re.sub(r"M ([\d.]+ [\d.]+) L ([\d.]+) [\d.]+ L \2 ([\d.]+) L ([\d.]+) \3 z ", r"M\1H\2V\3H\4z", drawn)
+    drawn = re.sub("<[^>]+>", _smaller_tag, drawn).replace("<g ", "<g font-family=\"'DejaVu Sans', sans-serif\" ", 1)
     shared = lambda found: f'{found[1]} style="{found[3]}">' + found[2].replace(f' style="{found[3]}"', "")  # noqa: E731
     return head + mark + re.sub(r"\n +", "\n", re.sub(_ALIKE, shared, drawn))
+
+
+def _smaller_tag(tag: re.Match[str]) -> str:
+    """Return a tag with coordinates of one decimal, short ways around rectangles, and without fonts and clip paths."""
+    found = re.sub(r' (clip-path|transform)="(url|rotate\(-0 )[^"]*"', "", re.sub(r"\s+", " ", tag[0]))
+    found = re.sub(r' (d|x|y|transform)="[^"]*"', lambda each: re.sub(r"(\.\d)\d+", r"\1", each[0]), found)
+    found = re.sub(r"M ([\d.]+ [\d.]+) L ([\d.]+) [\d.]+ L \2 ([\d.]+) L ([\d.]+) \3 z ", r"M\1H\2V\3H\4z", found)
+    return re.sub(_FONTS, "", found)
 
 
 def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None) -> tuple[Figure, list[Axes]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -141,7 +140,7 @@ class _Curves(Sequence[Sequence[Held]]):
     def __init__(self, trace: Trace, memory: Memory, sent: Sequence[Sequence[Transfer]], size: int) -> None:
         self._bound, self._memory = trace.plan.bound, memory
         self._given = trace, memory, sent, size
-        self._made = cache(self._curve)
+        self._made = dict[int, tuple[Held, ...]]()
         self._in_order = not size and not self._bound.moves  # else it depends on times what comes first
 
     def __len__(self) -> int:
@@ -149,7 +148,19 @@ class _Curves(Sequence[Sequence[Held]]):
 
     def __getitem__(self, rank: Any) -> Any:
         found = range(len(self))[rank]
-        return self._made(found) if isinstance(found, int) else tuple(map(self._made, found))
+        if isinstance(found, range):
+            return tuple(map(self.__getitem__, found))
+        if found not in self._made:
+            self._made[found] = self._curve(found)
+        return self._made[found]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list has none
+
+    def __repr__(self) -> str:
+        return f"{len(self)} curves"
 
     def _curve(self, rank: int, stop: int | None = None) -> tuple[Held, ...]:
         trace, memory, sent, size = self._given

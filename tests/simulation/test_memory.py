@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -32,6 +33,7 @@ def test_after_a_step_only_weights_gradients_optimizer_and_outputs_are_left(name
     assert sum(curve[-1].outputs for curve in use.curves) == 3 * 8
     assert use.at_peak == tuple(max(curve, key=lambda held: held.total) for curve in use.curves)
     assert use.curves[1:] == tuple(use.curves)[1:]
+    assert pickle.loads(pickle.dumps(use)) == use == memory_use(plan, memory)  # noqa: S301 - our own
 
 
 def test_the_bytes_of_gpipe_and_1f1b_have_their_closed_forms():

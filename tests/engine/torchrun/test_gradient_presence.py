@@ -70,6 +70,14 @@ def test_between_processors_a_gradient_says_itself_that_it_is_absent(gradients, 
         assert ours is theirs is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("shape", "there"), [((), True), ((1,), True), ((0, 3), False)])
+def test_a_gradient_of_one_number_or_none_is_absent_too(shape, there):
+    meta, cpu = meta_of(torch.ones(shape, dtype=torch.bfloat16, requires_grad=True), "stage 0"), torch.device("cpu")
+    assert meta.gradients(meta.gradient_messages(None, cpu)) is None
+    ones = torch.ones(shape, dtype=torch.bfloat16)
+    assert (meta.gradients(meta.gradient_messages(ones, cpu)) is not None) == there
+
+
 def test_a_value_without_gradients_still_has_a_message_that_keeps_the_order():
     meta, cpu = meta_of(torch.ones(2), "stage 0"), torch.device("cpu")
     (sent,), (buffer,) = meta.gradient_messages(None, cpu), meta.gradient_buffers(cpu)

@@ -138,8 +138,8 @@ def require_slots(stages: int, microbatches: int) -> None:
     """Refuse a plan that would fill the memory."""
     if stages * microbatches > MOST_SLOTS:
         raise UsageError(
-            f"{counted(stages, 'stage')} x {microbatches} micro-batches are {stages * microbatches}: a plan may have "
-            f"at most {MOST_SLOTS}\n  try: {counted(MOST_SLOTS // stages, 'micro-batch')} or fewer"
+            f"{counted(stages, 'stage')} x {counted(microbatches, 'micro-batch')} are {stages * microbatches:,}: a "
+            f"plan may have at most {MOST_SLOTS:,}\n  try: {counted(MOST_SLOTS // stages, 'micro-batch')} or fewer"
         )
 
 

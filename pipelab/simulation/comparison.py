@@ -61,13 +61,12 @@ class Comparison:
 
     traces: tuple[Trace, ...]
     names: tuple[str, ...]
-    bounds: tuple[float | None, ...] = ()
+    bounds: tuple[tuple[float, ...], ...]
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """One line of the table per trace."""
-        bounds = self.bounds or [None] * len(self.traces)
-        return tuple(_row(*each) for each in zip(self.traces, self.names, bounds, strict=True))
+        return tuple(_row(*each) for each in zip(self.traces, self.names, self.bounds, strict=True))
 
     @property
     def shares_axis(self) -> bool:
@@ -135,17 +134,14 @@ def compare(
     """
     if not subjects:
         raise UsageError("compare needs at least one trace, plan or schedule")
-    given = cost is not None or (order, transport) != ("pytorch", "buffered")
-    if given and all(isinstance(subject, Trace) for subject in subjects):
-        raise CostError(
-            "compare got costs or transfers, but traces have their own times: simulate their plans with these"
-        )
     traces = tuple(_trace_of(subject, cost, order, transport) for subject in subjects)
+    if traces == subjects and (cost is not None or (order, transport) != ("pytorch", "buffered")):
+        raise CostError("compare got costs or transfers, but traces have their own times: simulate their plans")
     if names is None:
         names = [", ".join(filter(None, (trace.name, trace.source, trace.note))) for trace in traces]
     if len(names) != len(traces):
         raise UsageError(f"compare got {counted(len(names), 'name')} for {counted(len(traces), 'trace')}")
-    return Comparison(traces, tuple(names), tuple(map(lower_bound, traces)) if bound else ())
+    return Comparison(traces, tuple(names), tuple(_bounds(trace) if bound else () for trace in traces))
 
 
 def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Order, transport: Transport) -> Trace:
@@ -159,11 +155,15 @@ def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Or
     )
 
 
-def _row(trace: Trace, name: str, bound: float | None) -> Row:
+def _bounds(trace: Trace) -> tuple[float, float]:
+    """Return a trace's bound, and the one without recomputations: the same if its plan has none."""
+    bound = lower_bound(trace)
+    return bound, lower_bound(trace, bare=True) if "C" in trace.plan.bound.codes.kinds else bound
+
+
+def _row(trace: Trace, name: str, bounds: tuple[float, ...]) -> Row:
     makespan, peaks, codes = trace.makespan, trace.peak_activations, trace.plan.bound.codes
     forwards = [sum(codes.forward[code] for code in row) for row in trace.plan.bound.computing]
     peak_share = tuple(peak / count if count else 0.0 for peak, count in zip(peaks, forwards, strict=True))
-    busy_share = tuple(busy / makespan if makespan else 0.0 for busy in trace.busy)
-    shares = (peak_share, busy_share)
-    bare = None if bound is None else lower_bound(trace, bare=True)
-    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, *shares, trace.spans, bound, bare)
+    busy = tuple(time / makespan if makespan else 0.0 for time in trace.busy)
+    return Row(name, trace.source, makespan, trace.unit, trace.bubble, peaks, peak_share, busy, trace.spans, *bounds)

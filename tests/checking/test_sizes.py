@@ -39,8 +39,17 @@ def test_a_plan_with_a_number_above_the_bound_is_refused_but_a_cap_may_be_any_nu
     ],
 )
 def test_stages_times_microbatches_above_the_bound_are_refused_with_the_next_move(make):
-    with pytest.raises(UsageError, match=f"at most {MOST_SLOTS}\n  try: {MOST_SLOTS // 4:,} micro-batches or fewer"):
+    with pytest.raises(UsageError, match=f"at most {MOST_SLOTS:,}\n  try: {MOST_SLOTS // 4:,} micro-batches or fewer"):
         make()
+
+
+def test_a_refused_size_is_written_in_one_style_of_numbers():
+    with pytest.raises(UsageError) as refused:
+        check(GPipe(4096, 4096))
+    assert str(refused.value) == (
+        "4,096 stages x 4,096 micro-batches are 16,777,216: a plan may have at most 4,194,304\n"
+        "  try: 1,024 micro-batches or fewer"
+    )
 
 
 def test_schedules_that_never_end_are_read_no_further_than_the_largest_plan(monkeypatch):

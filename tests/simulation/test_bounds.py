@@ -163,6 +163,20 @@ def test_an_order_that_recomputes_is_compared_with_one_that_does_not_too():
     assert "without C" in str(found)
 
 
+def test_bounds_are_computed_once_and_the_one_without_recomputations_only_for_plans_that_have_some(monkeypatch):
+    def counting(trace, *, bare=False):
+        asked.append((trace.plan.name, bare))
+        return lower_bound(trace, bare=bare)
+
+    asked = []
+    monkeypatch.setattr("pipelab.simulation.comparison.lower_bound", counting)
+    plain = pipelab.OneFOneB(2, 2).plan()
+    again = pipelab.with_recompute(plain)
+    found = compare(plain, again, bound=True)
+    assert found.rows == found.rows
+    assert asked == [(plain.name, False), (again.name, False), (again.name, True)]
+
+
 @pytest.mark.parametrize(
     ("given_", "cap", "error", "told"),
     [

@@ -532,12 +532,18 @@ class Estimate:
         return memory_use(self.trace, self.memory)
 
     @property
-    def one_microbatch(self) -> int:
-        """Bytes that the fullest rank holds of its weights, the optimizer's state and one micro-batch's activations."""
-        held = [0] * self.layout.pipeline
-        for rank, (weights, _, optimizer, kept) in zip(self.ranks, self._stored, strict=True):
-            held[rank] += weights + optimizer + kept
-        return max(held)
+    def kept(self) -> int:
+        """Bytes that the first stage keeps for a micro-batch."""
+        return self._stored[0][-1]
+
+    @cached_property
+    def bytes_at_least(self) -> float:
+        """Bytes that no schedule undercuts: all that is kept always, and one micro-batch's activations or gradients."""
+        one, end = [self.working] * self.layout.pipeline, [self.working] * self.layout.pipeline
+        for rank, (weights, gradients, optimizer, kept) in zip(self.ranks, self._stored, strict=True):
+            one[rank] += weights + optimizer + kept
+            end[rank] += weights + optimizer + gradients
+        return max(one + end)
 
     @property
     def working(self) -> float:
@@ -553,7 +559,7 @@ class Estimate:
         matrix = WEIGHT * self.model.hidden * max(self.model.ffn, self.model.hidden) * (1 + self.model.gated)
         return tokens * (layer.cut / 2 + again) + matrix / self.layout.tensor + weights
 
-    @property
+    @cached_property
     def bytes(self) -> tuple[float, ...]:
         """The most bytes that each rank holds: the peak of `use`, found without a simulation, and `working`."""
         always = [0] * self.layout.pipeline

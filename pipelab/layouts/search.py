@@ -227,7 +227,7 @@ def layout(
     tried = [Estimate(model, each, kind) for each in _layouts(*asked, wanted)]
     if not tried:
         raise UsageError(_why_none(*asked, wanted))
-    fitting = [each for each in tried if each.one_microbatch <= cap]
+    fitting = [each for each in tried if each.bytes_at_least <= cap]
     found: list[tuple[float, int, Estimate]] = []
     for number, each in enumerate(sorted(fitting, key=lambda each: (float(f"{each.at_least:.9e}"), each.layout.zero))):
         if len(found) >= require_size("top", top) and each.at_least > found[top - 1][0]:
@@ -237,14 +237,14 @@ def layout(
             insort(found, (each.seconds, number, each))
             del found[top:]
     if not found:
-        least = min(tried, key=lambda each: each.one_microbatch)
-        for each in tried:
-            if each.one_microbatch < max(least.bytes):
-                least = min(least, each, key=lambda each: max(each.bytes))
+        low = min(each.bytes_at_least for each in tried)
+        near = sorted(tried, key=lambda each: each.bytes_at_least + each.layout.pipeline * each.kept)
+        least = min(near[:5], key=lambda each: max(each.bytes))  # of all layouts, the bytes would take half a minute
         said = " ".join(f"{name}={getattr(least.layout, name)}" for name in _NAMES.values())
         raise UsageError(
             f"none of {counted(len(tried), 'layout')} of {counted(batch, 'sequence')} on {counted(gpus, 'device')} fits"
-            f" into {cap / GB:g} GB ({100 * margin:g} % are left for the runtime): the smallest needs "
+            f" into {cap / GB:g} GB ({100 * margin:g} % are left for the runtime): each needs "
+            f"{math.floor(low / GB * 10) / 10:.1f} GB or more; the smallest that was found needs "
             f"{math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {said}\n  try: more devices"
         )
     return Layouts(tuple(each for *_, each in found), len(tried), (held, margin), longest)

@@ -337,4 +337,4 @@ def test_layout_ranks_what_fits_and_says_where_the_quickest_ones_step_goes(succe
     assert all(f"{word} (" in text for word in ("v", "M", "b"))
     assert all(f"{word}:" in text for word in ("Above bound", "MFU", "GB", "Sent", "Head", "Waiting", "One backward"))
     assert "0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too" in text
-    assert "the smallest needs" in refused(*given, "0.1")
+    assert "the smallest that was found needs" in refused(*given, "0.1")

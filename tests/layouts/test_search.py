@@ -10,7 +10,7 @@ import pytest
 import pipelab
 from pipelab.errors import UsageError
 from pipelab.layouts.devices import device
-from pipelab.layouts.estimate import Estimate, Layout
+from pipelab.layouts.estimate import Estimate, Layout, _holdings
 from pipelab.layouts.transformer import Transformer
 
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32000, "sequence": 4096}
@@ -119,16 +119,22 @@ def test_an_odd_sequence_is_not_cut():
 
 def test_if_nothing_fits_the_smallest_layout_is_named_and_it_fits_into_what_is_said():
     given = {"gpus": 2, "batch": 2, "margin": 0}
-    with pytest.raises(
-        UsageError, match=r"none of \d+ layouts .* fits into 0\.1 GB \(0 % .*: the smallest needs"
-    ) as error:
+    with pytest.raises(UsageError, match=r"none of \d+ layouts .* fits into 0\.1 GB \(0 % .*: each needs") as error:
         pipelab.layout(MODEL, **given, memory=0.1)
-    size = float(re.search(r"needs ([\d.]+) GB", str(error.value))[1])
+    size = float(re.search(r"found needs ([\d.]+) GB", str(error.value))[1])
     own = dict(re.findall(r"(\w+)=(\S+)", str(error.value)))
     own = {name: int(value) if value.isdecimal() else value for name, value in own.items()}
     assert max(pipelab.layout(MODEL, **given, memory=size, **own).best.bytes) <= size * 1e9
     every = pipelab.layout(MODEL, **given, memory=1000, top=10**6)
     assert min(row["bytes"] for row in every.rows) > (size - 0.1) * 1e9
+
+
+def test_if_nothing_fits_the_bytes_of_few_layouts_are_computed(monkeypatch):
+    computed = set()
+    monkeypatch.setattr("pipelab.layouts.estimate._holdings", lambda *sizes: computed.add(sizes) or _holdings(*sizes))
+    with pytest.raises(UsageError, match=r"none of \d{3,} layouts"):
+        pipelab.layout(MODEL, gpus=8, batch=32, memory=0.1)
+    assert len(computed) <= 5
 
 
 def test_levels_of_zero_that_take_the_same_time_are_one_row_with_the_lowest_that_fits():

@@ -21,6 +21,7 @@ from pipelab.draw.why import sentence
 from pipelab.errors import UsageError
 from pipelab.hub.flight_recorder import culprit
 from pipelab.hub.megatron import best_layout, read_layout, simulate_layout
+from pipelab.layouts.search import full_names
 from pipelab.table import Column, Table
 
 
@@ -152,7 +153,7 @@ def layout(
     require_writable(save, ROWS)
     found = pipelab.layout(
         model, gpus=gpus, memory=memory, device=device, batch=batch, sequence=sequence, margin=margin, top=top,
-        schedules=schedules, **settings(" ".join(sets or []).replace(",", " ").split(), such="tp=8"),
+        schedules=schedules, **full_names(settings(" ".join(sets or []).replace(",", " ").split(), such="tp=8")),
     )  # fmt: skip
     print_and_save(found.table, save)
 

@@ -100,6 +100,8 @@ def settings(texts: Iterable[str], option: str = "--set", such: str = "stages_pe
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"{option} {text}: expected name=value, such as {option} {such}")
+        if name in found:
+            raise UsageError(f"{option} {text}: {name} is {found[name]} already")
         found[name] = _value(value)
     return found
 

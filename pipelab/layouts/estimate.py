@@ -87,7 +87,7 @@ class Layout:
         for name in (each.name for each in fields(self)):
             if name not in _KNOWN:
                 require_size(name, getattr(self, name))
-            elif getattr(self, name) not in _KNOWN[name]:
+            elif repr(getattr(self, name)) not in map(repr, _KNOWN[name]):
                 raise UsageError(f"{name}={getattr(self, name)!r}: expected {', '.join(map(str, _KNOWN[name]))}")
 
     @property

@@ -213,13 +213,14 @@ def layout(
             model, longest = replace(model, sequence=_SEQUENCE), model.sequence
     model = replace(model, sequence=model.sequence if sequence is None else sequence)
     kind = named(device) if isinstance(device, str) else device
+    limits: dict[str, tuple[Any, float]] = {"margin": (margin, 1), "memory": (memory or 0, math.inf)}
+    for name, (share, most) in limits.items():
+        if not isinstance(share, int | float) or not 0 <= share < most:
+            raise UsageError(f"{name}={share!r}: expected a number, at least 0 and below {most:g}")
     held = kind.memory if memory is None else memory * GB
     cap = held * (1 - margin)
     batch = max(1, _TOKENS // model.sequence) if batch is None else require_size("batch", batch)
-    short = {head.lower(): name for head, name in _NAMES.items()} | {each.name: each.name for each in fields(Layout)}
-    if unknown := [name for name in fixed if name.lower() not in short]:
-        raise UsageError(f"{unknown[0]}: a layout has {', '.join(short)}")
-    wanted: dict[str, Any] = {short[name.lower()]: value for name, value in fixed.items()}
+    wanted = full_names(fixed)
     own = replace(Layout(**wanted), pipeline=1, stages_per_rank=1, replicas=wanted.get("expert", 1))
     Estimate(model, own, kind)  # refuses what the model cannot have with any other values
     names = schedules.replace(",", " ").split() if isinstance(schedules, str) else schedules
@@ -248,6 +249,17 @@ def layout(
             f"{math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {said}\n  try: more devices"
         )
     return Layouts(tuple(each for *_, each in found), len(tried), (held, margin), longest)
+
+
+def full_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layout's values by their names in `Layout`, given by these or by the table's; refuse all other names."""
+    short = {head.lower(): name for head, name in _NAMES.items()} | {each.name: each.name for each in fields(Layout)}
+    if unknown := [name for name in given if name.lower() not in short]:
+        raise UsageError(f"{unknown[0]}: a layout has {', '.join(short)}")
+    found = {short[name.lower()]: value for name, value in given.items()}
+    if len(found) < len(given):
+        raise UsageError(f"{' '.join(f'{name}={value}' for name, value in given.items())}: one of them is given twice")
+    return found
 
 
 def _why_none(

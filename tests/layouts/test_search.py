@@ -61,6 +61,15 @@ def test_only_these_schedules_are_searched():
         ({"zero": 4}, "zero=4: expected 0, 1, 2, 3"),
         ({"overlap": "no"}, "overlap='no': expected True, False"),
         ({"schedule": "1f2b"}, "schedule='1f2b': expected naive, gpipe, 1f1b, "),
+        ({"zero": True}, "zero=True: expected 0, 1, 2, 3"),
+        ({"overlap": 0}, "overlap=0: expected True, False"),
+        ({"pp": 4, "zero": 1, "pipeline": 2}, "pp=4 zero=1 pipeline=2: one of them is given twice"),
+        ({"margin": 2}, "margin=2: expected a number, at least 0 and below 1"),
+        ({"margin": float("nan")}, "margin=nan: expected a number, at least 0 and below 1"),
+        ({"margin": "a"}, "margin='a': expected a number, at least 0 and below 1"),
+        ({"memory": -5}, "memory=-5: expected a number, at least 0 and below inf"),
+        ({"memory": float("nan")}, "memory=nan: expected a number, at least 0 and below inf"),
+        ({"memory": float("inf")}, "memory=inf: expected a number, at least 0 and below inf"),
         ({"tp": 16}, "no such layout: tensor=16 does not divide 8 heads"),
         ({"cp": 3, "pp": 40}, "no such layout: context=3 does not divide 4096 tokens"),
         ({"ep": 2, "pp": 40}, "no such layout: 0 experts on 2 devices"),
@@ -190,6 +199,10 @@ def test_the_command_evaluates_my_layout_and_says_what_each_rank_holds(succeeds,
     assert "1 layout of 16 h100" in output
     assert re.search(r"rank +layers +all +weights.*\n(\d .*\n){4}", output)
     assert "recompute='slective': expected none, selective, full" in refused(*given, "--set", "recompute=slective")
+    for own in ("gpus=4", "margin=0", "top=1", "model=x", "schedules=zbv"):
+        assert f"{own.partition('=')[0]}: a layout has tp, cp, " in refused(*given, "--set", own).lower()
+    assert "--set tp=4: tp is 2 already" in refused(*given, "--set", "tp=2 tp=4")
+    assert "one of them is given twice" in refused(*given, "--set", "pp=4", "--set", "pipeline=2")
     assert "such as --set tp=8" in refused(*given, "--set", "tp")
     assert "schedule='zbw': expected" in refused(*given, "--schedules", "1f1b,zbw")
     assert "try: pipeline=2; or stages_per_rank=1, 2" in refused(*given, "--set", "pp=4 v=5")

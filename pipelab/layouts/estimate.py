@@ -282,10 +282,9 @@ class Estimate:
         if self.layout.recompute == "full":
             inputs["recomputation"] = sum(forward.values())
         elif self.layout.recompute == "selective" and layer.matrices:
-            again = 2 * layer.matrices * self.tokens / self.layout.tensor
-            inputs["recomputation"] = forward["attention's products"] + again / (
-                self.device.bandwidth * self.device.memory_share
-            )
+            traffic = 2 * layer.matrices * self.tokens / self.layout.tensor
+            again = traffic / (self.device.bandwidth * self.device.memory_share)
+            inputs["recomputation"] = forward["attention's products"] + again
         return inputs, weights
 
     # --- stages ------------------------------------------------------------------------------------------------------
@@ -430,8 +429,7 @@ class Estimate:
             for name, held in zip(_DATA, self._held[stage], strict=True):
                 add("data", name, held * (weights * WEIGHT + gradients * GRADIENT))
             ends = (stage == 0) + (stage == len(self.stages) - 1)
-            travels = many * (2 - ends) * self.boundary / self.layout.tensor
-            near = self._per_node > 1
+            travels, near = many * (2 - ends) * self.boundary / self.layout.tensor, self._per_node > 1
             inside, between = found["pipeline"]
             found["pipeline"] = (inside + travels * near, between + travels * (not near))
         return found
@@ -462,21 +460,14 @@ class Estimate:
     @cached_property
     def cost(self) -> Cost:
         """The stages' times, for `pipelab.simulate`, in seconds."""
-        sums = self._spent
+        forward, inputs, weights = map(list, zip(*self._spent, strict=True))
+        backward, boundary = [sum(each[1:]) for each in self._spent], self.boundary / self.layout.tensor
         links = Links(self._per_node, self.device.link(), self.device.link(inside=False))
-        boundary = self.boundary / self.layout.tensor
+        after = [sum(part.values()) for part in self.after]
         return Cost(
-            forward=[each[0] for each in sums],
-            backward=[each[1] + each[2] for each in sums],
-            input_grad=[each[1] for each in sums],
-            weight_grad=[each[2] for each in sums],
-            all_reduce=[sum(part.values()) for part in self.after],
-            links=links,
-            activation_bytes=boundary,
-            boundary_gradient_bytes=boundary,
-            per="stage",
-            unit="s",
-        )
+            forward=forward, backward=backward, input_grad=inputs, weight_grad=weights, all_reduce=after, links=links,
+            activation_bytes=boundary, boundary_gradient_bytes=boundary, per="stage", unit="s",
+        )  # fmt: skip
 
     @cached_property
     def trace(self) -> Trace:

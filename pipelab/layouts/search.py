@@ -241,12 +241,13 @@ def layout(
         low = min(each.bytes_at_least for each in tried)
         near = sorted(tried, key=lambda each: each.bytes_at_least + each.layout.pipeline * each.kept)
         least = min(near[:5], key=lambda each: max(each.bytes))  # of all layouts, the bytes would take half a minute
+        move = "other values than yours; or " * bool(wanted) + "more devices"
         said = " ".join(f"{name}={getattr(least.layout, name)}" for name in _NAMES.values())
         raise UsageError(
             f"none of {counted(len(tried), 'layout')} of {counted(batch, 'sequence')} on {counted(gpus, 'device')} fits"
             f" into {cap / GB:g} GB ({100 * margin:g} % are left for the runtime): each needs "
             f"{math.floor(low / GB * 10) / 10:.1f} GB or more; the smallest that was found needs "
-            f"{math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {said}\n  try: more devices"
+            f"{math.ceil(max(least.bytes) / GB * 10) / 10:.1f} GB\n  {said}\n  try: {move}"
         )
     return Layouts(tuple(each for *_, each in found), len(tried), (held, margin), longest)
 

@@ -143,7 +143,9 @@ def test_if_nothing_fits_the_bytes_of_few_layouts_are_computed(monkeypatch):
     monkeypatch.setattr("pipelab.layouts.estimate._holdings", lambda *sizes: computed.add(sizes) or _holdings(*sizes))
     with pytest.raises(UsageError, match=r"none of \d{3,} layouts"):
         pipelab.layout(MODEL, gpus=8, batch=32, memory=0.1)
-    assert len(computed) <= 5
+    with pytest.raises(UsageError, match="try: other values than yours; or more devices"):
+        pipelab.layout(MODEL, gpus=8, batch=32, memory=2, zero=0, tp=1, pp=1)
+    assert len(computed) <= 10
 
 
 def test_levels_of_zero_that_take_the_same_time_are_one_row_with_the_lowest_that_fits():

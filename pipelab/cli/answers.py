@@ -143,10 +143,9 @@ def layout(
     gradients too, 3 weights too), schedule, recompute (none, selective, full).
 
     Above bound: how much longer the step is than any order of its actions must take; at 0 %, ranks may still wait. MFU:
-    the share of the peak. GB: what the fullest device holds. Sent: by each device of the first rank in a step.
-
-    Terms are of the rank that works longest. Head: the product with the vocabulary. Parallelism: collectives that
-    nothing hides. Waiting: the rest of the step. One backward: what a layer needs while its backward runs.
+    the share of the peak. GB: what the fullest device holds. Sent: by each device of the first rank in a step. Terms
+    are of the rank that works longest. Head: the product with the vocabulary. Parallelism: collectives that nothing
+    hides. Waiting: the rest of the step. One backward: what a layer needs while its backward runs.
 
     For example: pipelab layout config.json --gpus 64 --sequence 8192 --set "tp=4 pp=4 recompute=full"
     """

@@ -511,8 +511,7 @@ class Estimate:
         """Return the bytes that a stage keeps for a micro-batch; the last one its output and its logits in 32 bits."""
         each = float(2 * self.model.hidden * (stage == 0))
         for layer, count in self.stages[stage].items():
-            matrices = layer.matrices * (self.layout.recompute == "none")
-            whole = layer.whole + layer.cut + matrices
+            whole = layer.whole + layer.cut + layer.matrices * (self.layout.recompute == "none")
             each += count * (2 * self.model.hidden if self.layout.recompute == "full" else whole)
         each += 4 * (self.model.vocab + self.model.hidden) * (stage == len(self.stages) - 1)
         return each * self.tokens / self.layout.tensor

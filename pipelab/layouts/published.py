@@ -81,8 +81,7 @@ class TrainingSetup:
     @property
     def flops(self) -> float:
         """The model FLOPs of a step; see `model_flops`."""
-        tokens = self.batch * self.sequence
-        return model_flops(self.parameters, self.layers, self.hidden, self.sequence, tokens)
+        return model_flops(self.parameters, self.layers, self.hidden, self.sequence, self.batch * self.sequence)
 
     @property
     def seconds(self) -> float:
@@ -121,17 +120,9 @@ def _row(
     paper: dict[str, Any], billions: float, layers: int, hidden: int, pipeline: int, devices: int, batch: int, rate: int
 ) -> TrainingSetup:
     """Return a row of a paper's table, with a rate in TFLOP/s and 8 devices sharing every layer."""
-    return TrainingSetup(
-        parameters=billions * 1e9,
-        layers=layers,
-        hidden=hidden,
-        batch=batch,
-        tensor=8,
-        pipeline=pipeline,
-        replicas=devices // (8 * pipeline),
-        rate=rate * 1e12,
-        **paper,
-    )
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "batch": batch, "tensor": 8, "pipeline": pipeline}
+    replicas = devices // (8 * pipeline)
+    return TrainingSetup(parameters=billions * 1e9, replicas=replicas, rate=rate * 1e12, **sizes, **paper)
 
 
 published: dict[str, TrainingSetup] = {

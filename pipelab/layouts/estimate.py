@@ -382,10 +382,9 @@ class Estimate:
         """For each rank of the pipeline, the seconds of a step, term by term; the rest of the step it waits."""
         ranks: list[Terms] = [{} for _ in range(self.layout.pipeline)]
         for stage, (rank, parts) in enumerate(zip(self.ranks, self.work, strict=True)):
-            terms = ranks[rank]
             for many, part in [*((self.layout.microbatches, part) for part in parts), (1, self.after[stage])]:
                 for name, seconds in part.items():
-                    terms[name] = terms.get(name, 0.0) + many * seconds
+                    ranks[rank][name] = ranks[rank].get(name, 0.0) + many * seconds
         return ranks
 
     @property
@@ -415,12 +414,11 @@ class Estimate:
     def sent(self) -> dict[str, tuple[float, float]]:
         """The bytes that each device of the first rank sends in a step: inside its node, and between nodes."""
         many, found = self.layout.microbatches, dict.fromkeys(_MOVES, (0.0, 0.0))
-        stages = [stage for stage, rank in enumerate(self.ranks) if rank == 0]
 
         def add(name: str, group: str, size: float) -> None:
             found[name] = tuple(map(sum, zip(found[name], self.groups[group].sent(size), strict=True)))  # type: ignore[assignment]
 
-        for stage in stages:
+        for stage in (stage for stage, rank in enumerate(self.ranks) if rank == 0):
             for layer, count in self.stages[stage].items():
                 for name, (size, there, back) in self.moves(layer).items():
                     add(name, name, many * count * size * (there * (1 + (self.layout.recompute == "full")) + back))

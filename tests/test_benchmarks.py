@@ -23,7 +23,7 @@ def benchmarks(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("part", "lines"), [("overhead", 4), ("kernels", 2), ("memory", 5), ("prediction", 5)])
+@pytest.mark.parametrize(("part", "lines"), [("overhead", 8), ("kernels", 4), ("memory", 4), ("prediction", 14)])
 @pytest.mark.filterwarnings("ignore:timings vary by")
 def test_every_part_of_the_gpus_benchmark_runs(benchmarks, tmp_path, capsys, part, lines):
     on_gpu = importlib.import_module("on_gpu")

@@ -72,7 +72,7 @@ def _require_readable(plan: Plan) -> None:
     other = [(rank, each) for rank, each in items if isinstance(each, Action) and each.kind not in _READ]
     if shared:
         raise UsageError(
-            f"PyTorch's runtime runs a stage on one rank only: on several is stage {ranges(shared)}\n"
+            f"PyTorch's runtime runs a stage on one rank only; on several ranks: {ranges(shared)}\n"
             "  try: for replicas, torchtitan's data_parallel_replicate_degree; if micro-batches enter at both ends, "
             "a schedule in a V, such as dualpipev"
         )

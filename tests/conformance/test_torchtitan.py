@@ -74,7 +74,7 @@ def test_more_than_two_stages_per_rank_need_a_number_of_layers(tmp_path):
 
 
 REFUSED = {
-    "stages 0…3 are on several ranks": pipelab.DualPipe(4, 8),
+    "on several ranks: 0…3": pipelab.DualPipe(4, 8),
     "reads F, B, I, W and pairs of F and B only": pipelab.PipeDream(2, 4),
     "a plan without UNSHARD": pipelab.with_gathers(pipelab.OneFOneB(2, 4)),
     "slices of sequences": pipelab.schedules["seq1f1b"](2, 4),

@@ -96,7 +96,7 @@ def hooked():
     ("model", "plan", "optimizer", "scaler", "told"),
     [
         (tied(), pipelab.PipeDream(2, 4), RATE, None, r"stages 0, 1 use one parameter, 'weight', and .* \(0U0\)"),
-        (made(2), pipelab.PipeDream(2, 4), lambda _: RATE(OTHER.parameters()), None, "steps 4 parameters that are not"),
+        (made(2), pipelab.PipeDream(2, 4), lambda _: RATE(OTHER.parameters()), None, "4 parameters of other modules"),
         (made(2), pipelab.PipeDream(2, 4), lambda _: None, None, "made None for stage 0"),
         (made(2), pipelab.PipeDream(2, 4), torch.optim.SGD([torch.ones(1)]), None, "expected what makes one"),
         (made(2), pipelab.OneFOneB(2, 4), RATE, None, r"OneFOneB\(ranks=2, microbatches=4\) has none"),

@@ -137,43 +137,8 @@ assert 1.2 < waiting < 1.4
 # Matrix products are what you want to pay for. Then come tensor parallelism and waiting. More stages on each rank
 # shrink the bubble: [Several stages per rank](interleaved.md). Fewer GPUs on each layer shrink the rings, but then
 # each GPU holds more.
-#
-# ## Exercise: the quickest that fits
-#
-# Find a layout of 64 A100s for 64 sequences. **Par: 11.5 s, with no GPU above 80 GB.** The starting point takes 13.3 s.
-#
-# You may set `tensor`, `pipeline`, `replicas`, `zero`, `schedule` (`"1f1b"`, `"interleaved-1f1b"`, `"zb-h1"`,
-# `"zbv"`, …), `stages_per_rank`, `microbatches`, `microbatch` and `recompute` (`"none"` or `"full"`). Before each
-# try, say which term it will shrink.
-
-
-# %%
-def answer():
-    """Return a layout of 64 GPUs."""
-    return Layout(tensor=8, pipeline=8, microbatches=64)
-
-
-# %%
-def reaches_par(answer):
-    """Print how far an answer is from par; return whether it reaches it."""
-    layout = answer()
-    sequences = layout.replicas * layout.microbatches * layout.microbatch
-    if (layout.devices, sequences) != (64, 64):
-        print(f"{layout.devices} GPUs and {sequences} sequences, not 64 of each")
-        return False
-    estimate = Estimate(GPT3, layout, A100)
-    print(f"{estimate.seconds:.2f} s, par 11.5; {max(estimate.bytes) / GB:.1f} GB of 80")
-    return estimate.seconds <= 11.5 and max(estimate.bytes) <= 80 * GB
-
-
-print("par!" if reaches_par(answer) else "not yet")
 
 # %% [markdown]
-# When you are done, let pipelab search: `pipelab.layout(GPT3, gpus=64, device="a100", batch=64)`. It leaves 6 % of the
-# memory to the runtime. Then compare with what was published: Korthikanti et al. trained this model on 64 A100s with
-# `t` = 8, 8 ranks, 3 stages on each and selective recomputation in 13.75 s. They had no FlashAttention, which this
-# page's model has. Teachers have the solution, `teacher/solutions/which_layout.py`.
-#
 # ## Predict: how often is the estimate right?
 #
 # Before BLOOM was trained, its team timed layouts of a model with 181 billion parameters on 384 A100s, whose nodes have
@@ -226,3 +191,40 @@ assert (round(100 * errors[0]), round(100 * errors[-1])) == (-29, -8)
 # 87 of 120, and the layout that the estimate calls the quickest took 1.1 % longer than the quickest one measured. But
 # every estimate is too short, by 8 to 29 %. So use it to choose the few layouts that are worth a run, and let the
 # runs decide.
+
+# %% [markdown]
+# ## Exercise: the quickest that fits
+#
+# Find a layout of 64 A100s for 64 sequences. **Par: 11.5 s, with no GPU above 80 GB.** The starting point takes 13.3 s.
+#
+# You may set `tensor`, `pipeline`, `replicas`, `zero`, `schedule` (`"1f1b"`, `"interleaved-1f1b"`, `"zb-h1"`,
+# `"zbv"`, …), `stages_per_rank`, `microbatches`, `microbatch` and `recompute` (`"none"` or `"full"`). Before each
+# try, say which term it will shrink.
+
+
+# %%
+def answer():
+    """Return a layout of 64 GPUs."""
+    return Layout(tensor=8, pipeline=8, microbatches=64)
+
+
+# %%
+def reaches_par(answer):
+    """Print how far an answer is from par; return whether it reaches it."""
+    layout = answer()
+    sequences = layout.replicas * layout.microbatches * layout.microbatch
+    if (layout.devices, sequences) != (64, 64):
+        print(f"{layout.devices} GPUs and {sequences} sequences, not 64 of each")
+        return False
+    estimate = Estimate(GPT3, layout, A100)
+    print(f"{estimate.seconds:.2f} s, par 11.5; {max(estimate.bytes) / GB:.1f} GB of 80")
+    return estimate.seconds <= 11.5 and max(estimate.bytes) <= 80 * GB
+
+
+print("par!" if reaches_par(answer) else "not yet")
+
+# %% [markdown]
+# When you are done, let pipelab search: `pipelab.layout(GPT3, gpus=64, device="a100", batch=64)`. It leaves 6 % of the
+# memory to the runtime. Then compare with what was published: Korthikanti et al. trained this model on 64 A100s with
+# `t` = 8, 8 ranks, 3 stages on each and selective recomputation in 13.75 s. They had no FlashAttention, which this
+# page's model has. Teachers have the solution, `teacher/solutions/which_layout.py`.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipelab.checking.checker import ScheduleLike
 from pipelab.display import show
 from pipelab.errors import CostError, UsageError, counted
+from pipelab.plan.actions import TRAITS
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
@@ -157,8 +158,8 @@ def _trace_of(subject: Trace | Plan | ScheduleLike, cost: Cost | None, order: Or
 
 def _bounds(trace: Trace) -> tuple[float, float]:
     """Return a trace's bound, and the one without recomputations: the same if its plan has none."""
-    bound = lower_bound(trace)
-    return bound, lower_bound(trace, bare=True) if "C" in trace.plan.bound.codes.kinds else bound
+    bound, recomputes = lower_bound(trace), any(TRAITS[kind].again for kind in trace.plan.bound.codes.kinds)
+    return bound, lower_bound(trace, bare=True) if recomputes else bound
 
 
 def _row(trace: Trace, name: str, bounds: tuple[float, ...]) -> Row:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
@@ -22,6 +24,18 @@ from pipelab.plan.fault import Fault, ScheduleError, misfit, raised, readable, s
 from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lookahead, Step, lookaheads, residence
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Let Python's garbage collector wait: it would look at a plan's millions of actions again and again."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 class Schedule(ABC):
@@ -130,6 +144,7 @@ class Schedule(ABC):
         """Return why the schedule cannot exist at this size, with the nearest sizes that can; `None` if it can."""
         return None
 
+    @_collecting_later()
     def draft(self) -> Plan:
         """Return the plan unchecked: `pipelab.check` then explains what is wrong.
 

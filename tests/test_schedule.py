@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import textwrap
@@ -258,6 +259,25 @@ def test_a_schedule_shows_its_name_and_sizes_and_a_faulty_one_can_be_drafted():
     assert written(lambda *_: [F(0), "B0"])(1, 1).draft().rows == ((F(0, 0), "B0"),)
     with pytest.raises(TypeError, match="abstract"):
         type("Empty", (pipelab.Schedule,), {})(2, 2)
+
+
+def test_drafting_leaves_the_garbage_collector_as_it_was_also_after_an_error():
+    seen = []
+
+    def actions(self, rank):
+        seen.append(gc.isenabled())
+        yield F(0)
+        raise RuntimeError("no backward")
+
+    with pytest.raises(ScheduleError, match="no backward"):
+        written(actions)(1, 1).draft()
+    assert (seen, gc.isenabled()) == ([False], True)
+    gc.disable()
+    try:
+        pipelab.GPipe(2, 2).draft()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 class Lagged(pipelab.GPipe):

@@ -86,10 +86,10 @@ class Interleaved1F1B(Looped):
 
     def phases(self, rank: int) -> tuple[list[Action], list[Action], int]:
         """Return a rank's forwards in order, its backwards, and how many forwards are the warm-up."""
-        stages = self.stages_of(rank)
-        forwards = [F(m, s) for each in self.rounds for s in stages for m in each]
-        backwards = [B(m, s) for each in self.rounds for s in reversed(stages) for m in each]
-        ahead = (self.stages_per_rank - 1) * len(self.rounds[0]) + 2 * (self.ranks - 1 - rank)
+        stages, rounds = self.stages_of(rank), [list(each) for each in self.rounds]  # lists: one object for each number
+        forwards = [F(m, s) for each in rounds for s in stages for m in each]
+        backwards = [B(m, s) for each in rounds for s in reversed(stages) for m in each]
+        ahead = (self.stages_per_rank - 1) * len(rounds[0]) + 2 * (self.ranks - 1 - rank)
         return forwards, backwards, min(ahead, len(forwards))
 
     def actions(self, rank: int) -> Iterator[Item]:

@@ -170,7 +170,7 @@ def _try(text: str) -> str:
     return f"\n  try: {reprlib.repr(text)}, in capital letters" if _NOTATION.fullmatch(text) else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Action:
     """One thing that a rank does, such as to run one micro-batch through one stage, in one direction.
 
@@ -192,13 +192,13 @@ class Action:
     microbatch: int | None = None
     stage: int | None = None
 
-    def __post_init__(self) -> None:
+    def __init__(self, kind: Kind, microbatch: int | None = None, stage: int | None = None) -> None:
         """Take NumPy's numbers as Python's."""
-        if (type(self.kind), type(self.microbatch), type(self.stage)) in _USUAL:
-            return
-        object.__setattr__(self, "kind", readable(self.kind))
-        object.__setattr__(self, "microbatch", whole(self.microbatch))
-        object.__setattr__(self, "stage", whole(self.stage))
+        if (type(kind), type(microbatch), type(stage)) not in _USUAL:
+            kind, microbatch, stage = readable(kind), whole(microbatch), whole(stage)
+        _set_kind(self, kind)  # a third quicker than the `__init__` that `dataclass` would make
+        _set_microbatch(self, microbatch)
+        _set_stage(self, stage)
 
     @property
     def word(self) -> str:
@@ -250,6 +250,9 @@ class Action:
         if not isinstance(other, Action):
             return NotImplemented
         return Pair(self, other)
+
+
+_set_kind, _set_microbatch, _set_stage = (vars(Action)[name].__set__ for name in Action.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +313,11 @@ FINITE = "0 or between 1e-30 and 1e+30"
 """How large a time or a size may be: so sums, products and ratios of them are finite too."""
 
 
-# Schedules name the same few actions over and over: each is made once and shared, which a frozen value allows.
+# All ranks name the same few actions without stages: each is made once and shared, which a frozen value allows.
 # `typed` keeps F(1.0) apart from F(1): the first is a mistake that `check` explains.
-@lru_cache(maxsize=1 << 16, typed=True)
+_shared = lru_cache(maxsize=1 << 16, typed=True)(Action)
+
+
 def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Forward of one micro-batch; the stage may be left out if the rank has only one.
 
@@ -320,10 +325,9 @@ def F(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> F(3), F(3, stage=1)
         (F3, 1F3)
     """
-    return Action("F", microbatch, stage)
+    return _shared("F", microbatch) if stage is None else Action("F", microbatch, stage)
 
 
-@lru_cache(maxsize=1 << 16, typed=True)
 def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Full backward of one micro-batch: the input gradient and the weight gradient together.
 
@@ -331,22 +335,20 @@ def B(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the 
         >>> B(0)
         B0
     """
-    return Action("B", microbatch, stage)
+    return _shared("B", microbatch) if stage is None else Action("B", microbatch, stage)
 
 
-@lru_cache(maxsize=1 << 16, typed=True)
 def I(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802, E743 - the field's notation
     """Input gradient only: what the stage before is waiting for. A `W` must follow.
 
     Zero bubble papers call it "B" (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2).
     """
-    return Action("I", microbatch, stage)
+    return _shared("I", microbatch) if stage is None else Action("I", microbatch, stage)
 
 
-@lru_cache(maxsize=1 << 16, typed=True)
 def W(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation
     """Weight gradient only: no rank waits for it, so it can fill idle time."""
-    return Action("W", microbatch, stage)
+    return _shared("W", microbatch) if stage is None else Action("W", microbatch, stage)
 
 
 def C(microbatch: int, stage: int | None = None) -> Action:  # noqa: N802 - the field's notation

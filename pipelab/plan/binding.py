@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 from typing import TypeGuard
 
@@ -40,10 +41,10 @@ def ask(place: Place, stages: int, microbatches: int, ranks: int) -> tuple[list[
     except Exception as error:  # noqa: BLE001 - a student's code: whatever it raises is reported with its line
         hint = "return a rank for every micro-batch and stage"
         return [], raised("place(microbatch, stage)", error, place, hint)
+    if set(map(type, rank_of_slot)) <= {int} and set(rank_of_slot) <= set(range(ranks)):
+        return rank_of_slot, None
     answers = zip(_visits(stages, microbatches), rank_of_slot, strict=True)
     strange = [(visit, rank) for visit, rank in answers if not within(rank, ranks)]
-    if not strange:
-        return rank_of_slot, None
     (microbatch, stage), answer = strange[0]
     others = f", and {len(strange) - 1} more like it" if len(strange) > 1 else ""
     there = f"there are {ranks} ranks, numbered 0 to {ranks - 1}"
@@ -95,10 +96,20 @@ def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
 def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -> list[StagesOfRank]:
     """Return the stages of each rank according to a placement."""
     by_rank: list[StagesOfRank] = [{} for _ in range(ranks)]
-    for (microbatch, stage), rank in zip(_visits(codes.stages, codes.microbatches), rank_of_slot, strict=True):
-        here = by_rank[rank]
-        here[microbatch] = (*_several(here[microbatch]), stage) if microbatch in here else stage
+    for microbatch in range(codes.microbatches):
+        route = tuple(rank_of_slot[microbatch * codes.stages : (microbatch + 1) * codes.stages])
+        for rank, stages in _met(route).items():
+            by_rank[rank][microbatch] = stages
     return by_rank
+
+
+@lru_cache(maxsize=1)  # most micro-batches take the same route
+def _met(route: Sequence[int]) -> dict[int, tuple[int, ...] | int]:
+    """Return, by rank, the stages that a micro-batch meets there."""
+    found: dict[int, tuple[int, ...] | int] = {}
+    for stage, rank in enumerate(route):
+        found[rank] = (*_several(found[rank]), stage) if rank in found else stage
+    return found
 
 
 def _several(known: tuple[int, ...] | int) -> tuple[int, ...]:
@@ -172,7 +183,7 @@ def _meant(item: object) -> str:
                 return f"yield {first}, an action, not its text"
             return f"yield {first}, then {others[0]}{' and so on' * (len(others) > 1)}: actions, not their text"
     if isinstance(item, (tuple, list)) and 2 <= len(item) <= 3 and all(type(number) is int for number in item[1:]):
-        kind = getattr(getattr(item[0], "__wrapped__", item[0]), "__name__", item[0])
+        kind = getattr(item[0], "__name__", item[0])
         if isinstance(kind, str) and kind in PER_MICROBATCH:
             return f"yield {written(Action(kind, *item[1:]))}, not a {type(item).__name__} of its parts"
     if isinstance(item, Iterator) or (
@@ -211,8 +222,7 @@ def _described(item: object, expected: type = Action) -> str:
     """Return an item that is not what pipelab expects, in words."""
     if isinstance(item, Unreadable):
         return f"{item.text}, a {item.kind}"
-    maker = getattr(item, "__wrapped__", item)
-    if callable(item) and getattr(maker, "__module__", "") == "pipelab.plan.actions":
-        name = getattr(maker, "__name__", "F")
+    if callable(item) and getattr(item, "__module__", "") == "pipelab.plan.actions":
+        name = getattr(item, "__name__", "F")
         return f"the function {name} itself ({name}(m) makes an action)"
     return shorten(item) if isinstance(item, expected) else f"{shorten(item)}, a {type(item).__name__}"

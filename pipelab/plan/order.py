@@ -17,8 +17,6 @@ from typing import Any
 from pipelab.plan.bound import BoundPlan
 from pipelab.plan.codes import ASIDE
 
-_NOBODY = -1
-
 
 @dataclass(slots=True)
 class Traversal:
@@ -43,11 +41,10 @@ def traverse(
     collective, first_need, second_need, gives = codes.collective, codes.first_need, codes.second_need, codes.gives
     pairs = bound.pairs if atomic_pairs else frozenset()
     needs_more = codes.more_needs.keys() | pairs
-    there = at_start(bound, given)
+    reduces, there = bound.reduces, at_start(bound, given)
     at = [0] * len(rows)
     order: list[int] = []
-    waiting = [_NOBODY] * len(there)  # by value: the rank that waits for it,
-    queues: dict[int, list[int]] = {}  # and the others, if a faulty plan has several
+    waiting: dict[int, list[int]] = {}  # by value: the ranks that wait for it; several only in a faulty plan
     arrived: dict[int, list[int]] = {}  # by code of an R: the ranks that have come to it
     waits_for: dict[int, int | None] = {}
     awake = list(range(len(rows) - 1, -1, -1))
@@ -57,9 +54,9 @@ def traverse(
         length = len(row)
         while index < length:
             code = row[index]
-            if collective[code]:
+            if reduces and collective[code]:
                 arrived.setdefault(code, []).append(rank)
-                if len(arrived[code]) < len(bound.reduces[code]):
+                if len(arrived[code]) < len(reduces[code]):
                     waits_for[rank] = None
                     break
                 _pass_together(arrived[code][:-1], at, awake)
@@ -75,17 +72,14 @@ def traverse(
                     need = absent(bound, row[index + 1], there)
             if not there[need] and code not in excused:
                 waits_for[rank] = need
-                if waiting[need] == _NOBODY:
-                    waiting[need] = rank
-                else:
-                    queues.setdefault(need, []).append(rank)
+                waiting.setdefault(need, []).append(rank)
                 break
             value = gives[code]
             there[value] = 1
             order.append(code)
             index += 1
-            if waiting[value] != _NOBODY:
-                awake.extend(_released(value, waiting, queues))
+            if value in waiting:
+                awake += waiting.pop(value)
         at[rank] = index
     stuck = {rank: index for rank, index in enumerate(at) if index < len(rows[rank])}
     return Traversal(order, stuck, {rank: waits_for[rank] for rank in stuck})
@@ -113,12 +107,6 @@ def absent(bound: BoundPlan, code: int, there: bytearray) -> int:
     if there[need] and code in codes.more_needs:
         need = next((each for each in codes.more_needs[code] if not there[each]), need)
     return need
-
-
-def _released(value: int, waiting: list[int], queues: dict[int, list[int]]) -> list[int]:
-    """Return the ranks that waited for a value, and stop their waiting."""
-    first, waiting[value] = waiting[value], _NOBODY
-    return [] if first == _NOBODY else [first, *queues.pop(value, ())]
 
 
 def _pass_together(ranks: list[int], at: list[int], awake: list[int]) -> None:

@@ -33,12 +33,13 @@ class BuildingBlock:
     place: tuple[int, ...]
     """For each stage, its rank."""
 
-    def __post_init__(self) -> None:
-        """Refuse passes that are missing, too early, or in a slot that is taken."""
+    def require(self) -> BuildingBlock:
+        """Return the block; refuse passes that are missing, too early, or in a slot that is taken."""
         if not self.place or set(self.place) != set(range(max(self.place) + 1)):
             raise UsageError(f"place={list(self.place)}: expected a rank for each stage, and no rank left out")
         self._require_order()
         self._require_room()
+        return self
 
     @property
     def ranks(self) -> int:
@@ -52,15 +53,15 @@ class BuildingBlock:
         """
         first_half, second_half = HALVES
         fills = not any(action.kind == second_half for action in self.passes)
-        mine = [(slot, each) for each, slot in self.passes.items() if self.place[each.stage or 0] == rank]
-        starts = [(slot + m * self.interval, each, m) for slot, each in mine for m in range(microbatches)]
+        mine = [(slot, _slots(each), each) for each, slot in self.passes.items() if self.place[each.stage or 0] == rank]
+        starts = [(slot + m * self.interval, slots, each, m) for slot, slots, each in mine for m in range(microbatches)]
         row, owed, free = list[Action](), deque[Action](), 0
-        for slot, each, m in sorted(starts, key=itemgetter(0)):
+        for slot, slots, each, m in sorted(starts, key=itemgetter(0)):
             while owed and free < slot:
                 row.append(owed.popleft())
                 free += 1
             row.append(_action(each.kind, m, each.stage))
-            free = slot + _slots(each)
+            free = slot + slots
             if fills and each.kind == first_half:
                 owed.append(_action(second_half, m, each.stage))
         return [*row, *owed]
@@ -105,7 +106,8 @@ class BuildingBlock:
         """Refuse two passes of a rank in one slot, and weight gradients without a slot."""
         taken = dict[tuple[int, int], Action]()
         for action, first in self.passes.items():
-            for slot, cell in enumerate(_cells(action, first, self.place, self.interval), first):
+            for slot in range(first, first + _slots(action)):
+                cell = self.place[action.stage or 0], slot % self.interval
                 if cell in taken:
                     raise UsageError(
                         f"{_word(taken[cell])} and {_word(action)} of rank {cell[0]} meet: slot {slot}, and every "
@@ -174,7 +176,7 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     ranks_of = tuple(stages if place is None else map(whole, place))
     if len(ranks_of) != len(stages):
         raise UsageError(f"place={list(ranks_of)}: expected {counted(len(stages), 'rank')}, one for each stage")
-    return BuildingBlock(starts, require_size("interval", interval), ranks_of)
+    return BuildingBlock(starts, require_size("interval", interval), ranks_of).require()
 
 
 def first_fit(
@@ -191,16 +193,20 @@ def first_fit(
     """
     stages, backward = len(place), I if split else B
     way = [F(0, stage) for stage in range(stages)] + [backward(0, stage) for stage in reversed(range(stages))]
-    taken, passes, start = set[tuple[int, int]](), dict[Action, int](), 0
-    for number, action in enumerate(way, 1):
-        tries = ((slot, _cells(action, slot, place, interval)) for slot in range(start, start + interval))
-        slot, cells = next(((slot, cells) for slot, cells in tries if taken.isdisjoint(cells)), (None, ()))
-        if slot is None:
+    taken: list[set[int]] = [set() for _ in range(max(place) + 1)]
+    passes, start = dict[Action, int](), 0
+    for number, (action, rank) in enumerate(zip(way, [*place, *reversed(place)], strict=True), 1):
+        slots, here = _slots(action), taken[rank]
+        for slot in range(start, start + interval):
+            cells = [each % interval for each in range(slot, slot + slots)]
+            if here.isdisjoint(cells):
+                break
+        else:
             return None
         passes[action] = slot
-        taken.update(cells)
-        part, ahead = (each * len(speeds) // len(way) for each in (number - 1, number))
-        start = slot + (speeds[part] if part == ahead else _slots(action)) + turn * (number == stages)
+        here.update(cells)
+        part, ahead = (number - 1) * len(speeds) // len(way), number * len(speeds) // len(way)
+        start = slot + (speeds[part] if part == ahead else slots) + turn * (number == stages)
     return BuildingBlock(passes, interval, tuple(place))
 
 
@@ -236,8 +242,3 @@ def _slots(action: Action) -> int:
 def _word(action: Action) -> str:
     """Return an action's notation without the micro-batch."""
     return str(action)[:-1]
-
-
-def _cells(action: Action, first: int, place: Sequence[int], interval: int) -> list[tuple[int, int]]:
-    """Return the rank and the slots that an action occupies in every interval."""
-    return [(place[action.stage or 0], slot % interval) for slot in range(first, first + _slots(action))]

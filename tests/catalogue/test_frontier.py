@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -53,6 +53,14 @@ def test_other_costs_and_whole_backwards_give_other_blocks():
 
 def test_a_pass_without_a_free_slot_gives_no_block():
     assert first_fit([0, 0], 3, (1, 1)) is None
+
+
+def test_blocks_that_are_made_slot_by_slot_are_right_as_they_are():
+    made = 0
+    for split, interval, down, back, turn in product((True, False), (6, 7, 9, 12), (1, 4), (2, 3, 5), (0, 2)):
+        block = first_fit([0, 1, 2, 2, 1, 0], interval, (down, 2, back, 3), turn, split=split)
+        made += block is not None and block.require() is block
+    assert made > 50
 
 
 def test_one_rank_and_one_micro_batch_have_a_picture():

@@ -91,7 +91,7 @@ def step_memory(
         tuple(Held(time, action, *sizes) for time, (action, sizes) in zip([trace.start, *ends], seen, strict=True))
         for ends, seen in zip(trace.ends, watch.seen, strict=True)
     )
-    return MemoryUse(trace, curves, "measured", allocated)
+    return MemoryUse(trace, measured=curves, allocated=allocated)
 
 
 class _Watch:

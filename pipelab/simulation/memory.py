@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.checking.memory import Memory
@@ -51,22 +52,34 @@ class Held:
         return self.weights + self.gradients + self.optimizer + self.activations + self.outputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MemoryUse:
     """How many bytes every rank holds, over the time of a trace: predicted or measured.
 
     Attributes:
         trace: when the actions ran.
-        curves: for each rank, what it holds after each change, in order. Several changes may have one time.
-        source: `"predicted"` or `"measured"`.
+        memory: the bytes of each stage, from which it is predicted; `None` if it was measured.
+        sent_gradient: in a prediction, the bytes of one gradient that goes to another rank.
+        measured: the curves, if it was measured.
         allocated: if it was measured on GPUs, the most bytes that PyTorch's allocator gave out during the step, by
             device, with all that was on the device before.
     """
 
     trace: Trace
-    curves: Sequence[Sequence[Held]]
-    source: str = "predicted"
+    memory: Memory | None = None
+    sent_gradient: int = 0
+    measured: Sequence[Sequence[Held]] = field(default=(), repr=False)
     allocated: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """`"predicted"` or `"measured"`."""
+        return "measured" if self.memory is None else "predicted"
+
+    @cached_property
+    def curves(self) -> Sequence[Sequence[Held]]:
+        """For each rank, what it holds after each change, in order. Several changes may have one time."""
+        return self.measured or tuple(map(self._curve, range(self.trace.ranks)))
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -76,8 +89,13 @@ class MemoryUse:
     @property
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
-        known = self.curves
-        curves = map(known.up_to_peak, range(len(known))) if isinstance(known, _Curves) else known
+        memory, bound = self.memory, self.trace.plan.bound
+        if memory and not self.sent_gradient and not bound.moves:  # then times do not matter: only up to the peaks
+            held = (memory.held(bound, rank) for rank in range(self.trace.ranks))
+            stops = (each.index(max(each)) + 1 if each else 0 for each in held)
+            curves: Iterable[Sequence[Held]] = map(self._curve, range(self.trace.ranks), stops)
+        else:
+            curves = self.curves
         return tuple(max(curve, key=attrgetter("total")) for curve in curves)
 
     @property
@@ -92,6 +110,38 @@ class MemoryUse:
     def __str__(self) -> str:
         """Return the table as text."""
         return str(self.table)
+
+    @cached_property
+    def _sent(self) -> list[list[Transfer]]:
+        """By rank, the gradients that it holds on their way."""
+        sent: list[list[Transfer]] = [[] for _ in range(self.trace.ranks)]
+        for value in self.trace.transfers if self.sent_gradient else ():
+            if not value.giver.traits.forward and value.end > value.start - value.queued:
+                sent[value.source].append(value)
+        return sent
+
+    def _curve(self, rank: int, stop: int | None = None) -> Sequence[Held]:
+        """Return what a rank holds after each change, of so many actions."""
+        trace, memory, bound, size = self.trace, self.memory, self.trace.plan.bound, self.sent_gradient
+        assert memory is not None
+        sent = self._sent[rank]  # the tuples: weights, gradients, activations, outputs
+        found = [(value.end, value.giver, (0, 0, -size, 0)) for value in sent]
+        for (code, start, end), change in islice(zip(trace.ran(rank), memory.changes(bound, rank), strict=True), stop):
+            action = bound.codes.action(code)
+            found += [
+                (start, action, (change.weights, change.gradients, change.activations, change.outputs)),
+                (end, action, (-change.forgotten, -change.dropped, -change.freed, 0)),
+            ]
+        found += [(value.start - value.queued, value.giver, (0, 0, size, 0)) for value in sent]
+        weights, optimizer = memory.always(bound, rank)
+        gradients = activations = outputs = 0
+        held = [Held(trace.start, None, weights, gradients, optimizer, activations, outputs)]
+        for time, action, more in sorted(found, key=itemgetter(0)):  # stable: at one time, in this order
+            if any(more):
+                weights, gradients = weights + more[0], gradients + more[1]
+                activations, outputs = activations + more[2], outputs + more[3]
+                held.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
+        return tuple(held)
 
 
 def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradient: int = 0) -> MemoryUse:
@@ -127,70 +177,4 @@ def memory_use(plan: Trace | Plan | ScheduleLike, memory: Memory, *, sent_gradie
     trace = plan if isinstance(plan, Trace) else simulate(plan)
     for each in fields(memory):
         memory.of(each.name, trace.plan.stages)  # refuses a list of another length
-    sent: list[list[Transfer]] = [[] for _ in range(trace.ranks)]
-    for value in trace.transfers if sent_gradient else ():
-        if not value.giver.traits.forward and value.end > value.start - value.queued:
-            sent[value.source].append(value)
-    return MemoryUse(trace, _Curves(trace, memory, sent, sent_gradient))
-
-
-class _Curves(Sequence[Sequence[Held]]):
-    """Predicted curves, each made when it is asked for: of millions of changes, most users want the peaks."""
-
-    def __init__(self, trace: Trace, memory: Memory, sent: Sequence[Sequence[Transfer]], size: int) -> None:
-        self._bound, self._memory = trace.plan.bound, memory
-        self._given = trace, memory, sent, size
-        self._made = dict[int, tuple[Held, ...]]()
-        self._in_order = not size and not self._bound.moves  # else it depends on times what comes first
-
-    def __len__(self) -> int:
-        return len(self._bound.computing)
-
-    def __getitem__(self, rank: Any) -> Any:
-        found = range(len(self))[rank]
-        if isinstance(found, range):
-            return tuple(map(self.__getitem__, found))
-        if found not in self._made:
-            self._made[found] = self._curve(found)
-        return self._made[found]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as a list has none
-
-    def __repr__(self) -> str:
-        return f"{len(self)} curves"
-
-    def _curve(self, rank: int, stop: int | None = None) -> tuple[Held, ...]:
-        trace, memory, sent, size = self._given
-        return _curve(trace, rank, memory, sent[rank], size, stop)
-
-    def up_to_peak(self, rank: int) -> Sequence[Held]:
-        """Return a rank's curve, at least up to where it first holds the most."""
-        held = self._memory.held(self._bound, rank) if self._in_order else []
-        return self._curve(rank, held.index(max(held)) + 1) if held else self[rank]
-
-
-def _curve(
-    trace: Trace, rank: int, memory: Memory, sent: Sequence[Transfer], size: int, stop: int | None
-) -> tuple[Held, ...]:
-    """Return what a rank holds after each change, of so many actions."""
-    bound = trace.plan.bound
-    found = [(value.end, value.giver, (0, 0, -size, 0)) for value in sent]  # weights, gradients, activations, outputs
-    for (code, start, end), change in islice(zip(trace.ran(rank), memory.changes(bound, rank), strict=True), stop):
-        action = bound.codes.action(code)
-        found += [
-            (start, action, (change.weights, change.gradients, change.activations, change.outputs)),
-            (end, action, (-change.forgotten, -change.dropped, -change.freed, 0)),
-        ]
-    found += [(value.start - value.queued, value.giver, (0, 0, size, 0)) for value in sent]
-    weights, optimizer = memory.always(bound, rank)
-    gradients = activations = outputs = 0
-    held = [Held(trace.start, None, weights, gradients, optimizer, activations, outputs)]
-    for time, action, more in sorted(found, key=itemgetter(0)):  # stable: at one time, in this order
-        if any(more):
-            weights, gradients = weights + more[0], gradients + more[1]
-            activations, outputs = activations + more[2], outputs + more[3]
-            held.append(Held(time, action, weights, gradients, optimizer, activations, outputs))
-    return tuple(held)
+    return MemoryUse(trace, memory, sent_gradient)

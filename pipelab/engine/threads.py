@@ -21,7 +21,6 @@ order of the ranks, so that the same step gives the same bits.
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
 import time
@@ -48,7 +47,7 @@ from pipelab.engine.stage.replicas import Runners, accumulate
 from pipelab.engine.stage.stage import Stage
 from pipelab.engine.stage.streams import Streams
 from pipelab.engine.stage.updates import add_optimizers
-from pipelab.engine.worker import Outcome, Outcomes, Worker, outcomes
+from pipelab.engine.worker import Outcome, Outcomes, Together, Worker, outcomes
 from pipelab.errors import StepTimeoutError, UsageError
 from pipelab.plan.actions import Action
 from pipelab.plan.bound import BoundPlan
@@ -109,7 +108,7 @@ class ThreadsEngine(Engine):
         late = {worker: rank for rank, worker in enumerate(self._workers) if not worker.idle.is_set()}
         if late:  # a step before was interrupted twice
             self._replace(late, _GRACE_SECONDS)
-        done: Outcomes = queue.SimpleQueue()
+        done: Outcomes = Together(len(self._workers))
         running: dict[Worker, int] = {}
         try:
             step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules)
@@ -117,7 +116,7 @@ class ThreadsEngine(Engine):
                 for rank, worker in enumerate(self._workers):
                     running[worker] = rank
                     worker.do(partial(copy_context().run, run_row, step, rank), done)
-                failed = self._wait(step, done, running)
+                last = self._wait(step, done, running)
         except StepTimeoutError:
             raise
         except BaseException as interrupt:  # Ctrl-C, or whatever the caller's signal handler raises
@@ -126,10 +125,9 @@ class ThreadsEngine(Engine):
             if remark := self._halt(step, running, _GRACE_SECONDS):
                 interrupt.add_note(remark)
             raise
-        if failed is not None:
-            rank, error = self._workers.index(failed.worker), failed.error
-            assert error is not None
-            del failed  # the error must not hold itself: with it, it would hold the step's tensors
+        if (error := last.error) is not None:
+            rank = self._workers.index(last.worker)
+            del last  # the error must not hold itself: with it, it would hold the step's tensors
             remark = self._halt(step, running, _GRACE_SECONDS)
             state = step.ranks[rank]
             action = state.actions[min(state.position, len(state.actions) - 1)]
@@ -151,19 +149,17 @@ class ThreadsEngine(Engine):
         """End the worker threads."""
         self._closer()
 
-    def _wait(self, step: ThreadsStep, done: Outcomes, running: dict[Worker, int]) -> Outcome | None:
-        """Wait until every worker has done its row; or return the first outcome that is an error."""
+    def _wait(self, step: ThreadsStep, done: Outcomes, running: dict[Worker, int]) -> Outcome:
+        """Wait until every worker has done its row, and return an outcome: the first that is an error, if any is."""
         moved = lambda: [(each.position, each.computing) for each in step.ranks]  # noqa: E731 - it reads best in place
         for outcome, quiet in outcomes(done, moved, self.timeout):
             if outcome is not None:
-                del running[outcome.worker]
-                if outcome.error is not None or not running:
-                    return outcome if outcome.error is not None else None
-            elif self.timeout is not None and quiet >= self.timeout:
+                return outcome
+            if self.timeout is not None and quiet >= self.timeout:
                 message = self._status(step, f"nothing moved for {quiet:.3g} s:")
                 remark = self._halt(step, running, min(_GRACE_SECONDS, self.timeout / 10))
                 raise StepTimeoutError(f"{message}\n  {remark}" if remark else message)
-        return None
+        raise AssertionError  # outcomes never end
 
     def _halt(self, step: ThreadsStep, running: dict[Worker, int], grace: float) -> str:
         """Stop a step, wait a while for its workers, and replace those that do not come back; return what to know."""

@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -102,6 +103,18 @@ def _live(jobs: Jobs, ready: threading.Event, threads: int, _gone: weakref.ref[W
         worker.idle.set()
         done.put(outcome)
         del given, worker, job, done, outcome  # an idle worker keeps nothing alive
+
+
+class Together(queue.SimpleQueue[Outcome]):
+    """Outcomes of so many jobs, of which the caller sees the last, or an error: to wake earlier holds up a job."""
+
+    def __init__(self, jobs: int) -> None:
+        self._last = repeat(False, jobs - 1)  # noqa: FBT003 - and then true
+
+    def put(self, outcome: Outcome, *_: object) -> None:
+        """Pass on the last outcome, or one that is an error."""
+        if next(self._last, True) or outcome.error is not None:
+            super().put(outcome)
 
 
 def outcomes(

@@ -11,7 +11,7 @@ from torch import nn
 
 import pipelab
 from pipelab.engine import threads
-from pipelab.engine.worker import Worker
+from pipelab.engine.worker import Outcome, Together, Worker
 
 
 def ranks() -> set[threading.Thread]:
@@ -56,3 +56,16 @@ def test_no_line_of_python_runs_when_a_worker_goes():
     del worker
     sys.setprofile(None)
     assert not calls
+
+
+def test_the_last_outcome_wakes_the_caller_or_an_error():
+    worker, wrong = Worker("done", 1), ValueError("wrong")
+    done = Together(3)
+    done.put(Outcome(worker, 1, None))
+    done.put(Outcome(worker, 2, None))
+    assert done.empty()
+    done.put(Outcome(worker, 3, None))
+    assert done.get().result == 3
+    failing = Together(3)
+    failing.put(Outcome(worker, None, wrong))
+    assert failing.get().error is wrong

@@ -19,7 +19,7 @@ from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, join
 from pipelab.engine.stage.errors import PARTIAL
-from pipelab.engine.stage.loss import Loss
+from pipelab.engine.stage.loss import Loss, total
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.stage.stage import Stage
@@ -243,19 +243,20 @@ def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | Non
 
 
 class Step:
-    """The result of one step, or of one evaluation.
+    """The result of one step, or of one evaluation."""
 
-    Attributes:
-        loss: the loss of the whole batch, a tensor without dimensions or history.
-    """
-
-    def __init__(self, loss: torch.Tensor, state: StepState, labels: Sequence[str]) -> None:
-        self.loss = loss
+    def __init__(self, loss: Loss, state: StepState, labels: Sequence[str]) -> None:
+        self._losses = loss.values, loss.weights
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
         self._marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
         self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
         self._plan = state.plan
         self._labels = labels
+
+    @cached_property
+    def loss(self) -> torch.Tensor:
+        """The loss of the whole batch, a tensor without dimensions or history."""
+        return total(*self._losses)
 
     @cached_property
     def outputs(self) -> Any:

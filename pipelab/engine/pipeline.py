@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
 from types import TracebackType
@@ -270,11 +270,12 @@ class Pipeline:
 
     def _result(self, state: StepState, loss: Loss) -> Step:
         """Return the result of a step or an evaluation; warn of its loss, once."""
-        total = loss.total()
-        if not self._warned_of_nan and total.device.type == "cpu" and not math.isfinite(total):
+        step = Step(loss, state, tuple(self.engine.labels))
+        known = (value for value in loss.values if value is not None and value.device.type == "cpu")
+        if not self._warned_of_nan and not all(map(math.isfinite, known)):
             self._warned_of_nan = True
             warnings.warn(
-                f"the loss of this step is {float(total):g}\n"
+                f"the loss of this step is {float(step.loss):g}\n"
                 "  try: Pipeline(..., watch_nan=True), whose step names the first action that makes NaN or infinity",
                 stacklevel=3,
             )
@@ -282,7 +283,7 @@ class Pipeline:
             self._warned = True
             together = lambda first: join_outputs(state.outputs[:first], state.counts, self.cut.batch_dim)  # noqa: E731
             warn_of_another_average(loss, self.reduction, together)
-        return Step(total, state, tuple(self.engine.labels))
+        return step
 
     def run(
         self, x: Any, y: Any, keywords: Any, only: int | None = None, *, learning: bool = True, **of_loss: Any
@@ -384,7 +385,7 @@ class Pipeline:
                 modules = self.stages.ready(parts[0].pieces, parts[0].counts)
                 with (
                     self.engine.runners.running(modules, learning=learning),
-                    self.engine.runners.called_with(named.pieces),
+                    self.engine.runners.called_with(named.pieces) if named.pieces else nullcontext(),
                 ):
                     yield caller
             finally:
@@ -632,9 +633,9 @@ class Pipeline:
 
 def _require_same_rows(parts: Sequence[Part]) -> None:
     counts, names = [part.counts for part in parts if part.counts], [part.name for part in parts]
-    rows = [*map(sum, counts)]
-    if len(set(map(tuple, counts))) < 2 or all(part.ready for part in parts):
+    if all(each == counts[0] for each in counts) or all(part.ready for part in parts):
         return
+    rows = [*map(sum, counts)]
     if len(set(rows)) > 1:
         needs = "every row of x needs a target" if names[1] == "y" else "every row of x needs its keywords"
         raise BatchError(f"x has {rows[0]} rows and {names[1]} has {rows[1]}: {needs}")

@@ -56,10 +56,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", *_BACKWARD_HOOKS)
 
 def _refuse_hooks(what: str, module: nn.Module, reason: str, kinds: Sequence[str] = _HOOKS) -> None:
     """Refuse a module that carries hooks of these kinds, other than pipelab's own."""
-    own = [folder.name for folder in OWN]
-    for kind in kinds:
+    for kind in [kind for kind in kinds if getattr(module, kind)]:  # a small step waits for this
         packages = [str(getattr(hook, "__module__", "")).partition(".")[0] for hook in getattr(module, kind).values()]
-        if count := sum(package not in own for package in packages):
+        if count := sum(package not in (folder.name for folder in OWN) for package in packages):
             words = kind.strip("_").removesuffix("_hooks").replace("_", "-")
             raise SplitError(
                 f"{what} has {counted(count, f'{words} hook')} that a pipeline would not call, because "

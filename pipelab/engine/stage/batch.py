@@ -53,6 +53,9 @@ _Sized = tuple[str, torch.Tensor, int]
 
 def rows_of(value: object, what: str, dim: int = 0) -> int:
     """Return the number of rows that all tensors of a batch share which are cut, along `dim` if they are not marked."""
+    if isinstance(value, torch.Tensor):  # a small step waits for this
+        _require_rows(what, value, dim)
+        return value.shape[dim]
     sized = [*_cut_tensors(value, what, dim)]
     if not sized:
         fact = "is whole: nothing of it has rows" if tensors_of(value) else "holds no tensor"
@@ -70,9 +73,6 @@ def rows_of(value: object, what: str, dim: int = 0) -> int:
 
 def _leaves(value: object, what: str, dim: int, *, tokens: bool = True) -> Iterator[tuple[str, Any, Way]]:
     """Yield each leaf of a batch with its place, and how it is cut; a mark is one only if it holds ready pieces."""
-    if isinstance(value, torch.Tensor):  # a small step waits for this
-        yield what, value, Way(dim, tokens)
-        return
     for place, leaf in named_leaves(value, (Marked,)):
         if isinstance(leaf, Marked) and leaf.how == "rows":
             yield from _leaves(leaf.value, what + place, leaf.dim, tokens=False)
@@ -197,6 +197,8 @@ class Way(NamedTuple):
 
 def ways_of(value: Any, dim: int, *, tokens: bool = True) -> list[Way]:
     """Return how each leaf of a micro-batch is cut."""
+    if isinstance(value, torch.Tensor):
+        return [Way(dim, tokens)]
     found = list[Way]()
     for _, leaf, way in _leaves(value, "", dim, tokens=tokens):
         ready = isinstance(leaf, Marked)
@@ -211,8 +213,8 @@ def split_batch(value: Any, counts: Sequence[int], dim: int = 0) -> list[Any]:
     that writes into its input would seem to overwrite other micro-batches. A tensor that requires a gradient has views.
     """
     if isinstance(value, torch.Tensor):
-        pieces = value.split(list(counts), dim)
-        return list(pieces) if value.requires_grad else [piece.data for piece in pieces]
+        views = value.split_with_sizes(list(counts), dim)
+        return list(views) if value.requires_grad else [view.data for view in views]
     if isinstance(value, Marked):
         if value.how == "rows":
             return split_batch(value.value, counts, value.dim)

@@ -80,12 +80,12 @@ class Runners:
     @contextmanager
     def called_with(self, keywords: Sequence[Mapping[str, Any]]) -> Iterator[None]:
         """Return a context in which each module gets those of the keywords, by micro-batch, that it takes."""
-        for runner in self.of.values() if keywords else ():
+        for runner in self.of.values():
             runner.keywords = [taken(runner.module, each) for each in keywords]
         try:
             yield
         finally:
-            for runner in self.of.values() if keywords else ():
+            for runner in self.of.values():
                 runner.keywords = []
 
     @contextmanager

@@ -54,14 +54,14 @@ class BuildingBlock:
         first_half, second_half = HALVES
         fills = not any(action.kind == second_half for action in self.passes)
         mine = [(slot, _slots(each), each) for each, slot in self.passes.items() if self.place[each.stage or 0] == rank]
-        starts = [(slot + m * self.interval, slots, each, m) for slot, slots, each in mine for m in range(microbatches)]
+        starts = [(slot + m * self.interval, takes, each, m) for slot, takes, each in mine for m in range(microbatches)]
         row, owed, free = list[Action](), deque[Action](), 0
-        for slot, slots, each, m in sorted(starts, key=itemgetter(0)):
+        for slot, takes, each, m in sorted(starts, key=itemgetter(0)):
             while owed and free < slot:
                 row.append(owed.popleft())
                 free += 1
             row.append(_action(each.kind, m, each.stage))
-            free = slot + slots
+            free = slot + takes
             if fills and each.kind == first_half:
                 owed.append(_action(second_half, m, each.stage))
         return [*row, *owed]
@@ -196,9 +196,9 @@ def first_fit(
     taken: list[set[int]] = [set() for _ in range(max(place) + 1)]
     passes, start = dict[Action, int](), 0
     for number, (action, rank) in enumerate(zip(way, [*place, *reversed(place)], strict=True), 1):
-        slots, here = _slots(action), taken[rank]
+        takes, here = _slots(action), taken[rank]
         for slot in range(start, start + interval):
-            cells = [each % interval for each in range(slot, slot + slots)]
+            cells = [each % interval for each in range(slot, slot + takes)]
             if here.isdisjoint(cells):
                 break
         else:
@@ -206,7 +206,7 @@ def first_fit(
         passes[action] = slot
         here.update(cells)
         part, ahead = (number - 1) * len(speeds) // len(way), number * len(speeds) // len(way)
-        start = slot + (speeds[part] if part == ahead else slots) + turn * (number == stages)
+        start = slot + (speeds[part] if part == ahead else takes) + turn * (number == stages)
     return BuildingBlock(passes, interval, tuple(place))
 
 

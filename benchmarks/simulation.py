@@ -16,6 +16,20 @@ import pipelab
 SIZES = ((8, 64), (16, 256), (32, 1024), (64, 4096))
 JOB = (16, 512, 8, 64)
 """Ranks, micro-batches, stages per rank and replicas of interleaved 1F1B: as large as published jobs."""
+ALONE = {
+    "plan and check interleaved 1F1B, 128 x 4,096, 8 stages on each rank: 8.4 M actions": (
+        "pass",
+        "pipelab.Interleaved1F1B(128, 4096, 8).plan()",
+    ),
+    "peaks of `memory_use`, of a trace of 1F1B, 256 x 2,048: 1.05 M actions": (
+        "trace = pipelab.simulate(pipelab.OneFOneB(256, 2048))",
+        "pipelab.memory_use(trace, pipelab.Memory(weights=4000, activations=100)).peaks",
+    ),
+    "`frontier(8, 32)`": ("pass", "pipelab.frontier(8, 32)"),
+    "`frontier(16, 64)`": ("pass", "pipelab.frontier(16, 64)"),
+    "`frontier(32, 128)`": ("pass", "pipelab.frontier(32, 128)"),
+}
+"""What runs once, each in a process of its own: what comes before it, and what is timed."""
 PEER_SECONDS = {(8, 64): 0.004, (16, 256): 0.039, (32, 1024): 0.82}
 """Build and simulate 1F1B: the fastest of three other simulators in November 2026 (PP-Schedule-Visualization)."""
 KINDS = {"F": native.FORWARD, "B": native.FULL_BACKWARD}
@@ -26,7 +40,7 @@ def measure() -> dict[str, object]:
     rows = []
     for ranks, microbatches in SIZES:
         spans, beside = [], []
-        for _ in range(9 if ranks < 64 else 5):
+        for _ in range(9 if ranks < 64 else 3):
             spans.append(_once(ranks, microbatches))
             if ranks < 64:
                 beside.append(_native_once(ranks, microbatches))
@@ -48,7 +62,9 @@ def measure() -> dict[str, object]:
                 "peer_s": PEER_SECONDS.get((ranks, microbatches)),
             }
         )
-    return {"sizes": rows, "job": JOB, "job_s": median(_job() for _ in range(5)), "import_s": _import_seconds()}
+    alone = {name: _alone(*lines) for name, lines in ALONE.items()}
+    job = median(_job() for _ in range(5))
+    return {"sizes": rows, "job": JOB, "job_s": job, "alone": alone, "import_s": _import_seconds()}
 
 
 def _job() -> float:
@@ -83,6 +99,17 @@ def _native_once(ranks: int, microbatches: int) -> float:
     return time.perf_counter() - began
 
 
+def _alone(before: str, line: str) -> list[float]:
+    """Return the processor's seconds of a line in a new process, and the most memory that the process had, in GB."""
+    code = (
+        f"import pipelab, time; {before}; began = time.process_time(); {line}; print(time.process_time() - began); "
+        "print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"  # in kB
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, most = map(float, run.stdout.split())
+    return [seconds, 1024 * most / 1e9]
+
+
 def _import_seconds() -> float:
     code = "import time; began = time.perf_counter(); import pipelab; print(time.perf_counter() - began)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
@@ -110,5 +137,10 @@ def report(found: dict[str, object]) -> str:
             f"Interleaved 1F1B with {ranks} ranks x {stages_per_rank} stages, {microbatches} micro-batches and "
             f"{replicas} replicas, planned, checked and simulated in one call: {float(found['job_s']):.2f} s.\n"  # type: ignore[arg-type]
         )
+    if "alone" in found:
+        lines += ["| alone in a process | processor time | peak memory |", "|---|---:|---:|"]
+        alone = found["alone"].items()  # type: ignore[attr-defined]
+        lines += [f"| {name} | {seconds:.1f} s | {memory:.2f} GB |" for name, (seconds, memory) in alone]
+        lines.append("")
     lines.append(f"`import pipelab` takes {1e3 * float(found['import_s']):.0f} ms and loads no torch.")  # type: ignore[arg-type]
     return "\n".join(lines)

@@ -50,7 +50,12 @@ def test_whatever_fails_or_hangs_the_rest_is_gathered(benchmarks, monkeypatch, t
 
 
 TINY = {
-    "simulation": {"SIZES": ((2, 4), (4, 8)), "PEER_SECONDS": {}, "JOB": (2, 4, 2, 2)},
+    "simulation": {
+        "SIZES": ((2, 4), (4, 8)),
+        "PEER_SECONDS": {},
+        "JOB": (2, 4, 2, 2),
+        "ALONE": {"tiny": ("m = 4", "pipelab.frontier(2, m)")},
+    },
     "split": {"SIZES": ((8, 2), (4, 2))},
     "emulation": {"SETTINGS": ((0.1, 0.2, 2),)},
     "drawing": {"SIZES": ((2, 4),), "PAGES": {(2, 4): "its targets"}, "ROUNDS": 1},

@@ -132,5 +132,4 @@ def outcomes(
                 seen, since = now, time.monotonic()
             yield None, time.monotonic() - since
         else:
-            since = time.monotonic()
             yield outcome, 0.0

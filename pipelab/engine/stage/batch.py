@@ -53,10 +53,7 @@ _Sized = tuple[str, torch.Tensor, int]
 
 def rows_of(value: object, what: str, dim: int = 0) -> int:
     """Return the number of rows that all tensors of a batch share which are cut, along `dim` if they are not marked."""
-    if isinstance(value, torch.Tensor):  # a small step waits for this
-        _require_rows(what, value, dim)
-        return value.shape[dim]
-    sized = [*_cut_tensors(value, what, dim)]
+    sized = [(what, value, dim)] if isinstance(value, torch.Tensor) else [*_cut_tensors(value, what, dim)]
     if not sized:
         fact = "is whole: nothing of it has rows" if tensors_of(value) else "holds no tensor"
         raise BatchError(
@@ -197,7 +194,7 @@ class Way(NamedTuple):
 
 def ways_of(value: Any, dim: int, *, tokens: bool = True) -> list[Way]:
     """Return how each leaf of a micro-batch is cut."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):  # a small step waits for this
         return [Way(dim, tokens)]
     found = list[Way]()
     for _, leaf, way in _leaves(value, "", dim, tokens=tokens):

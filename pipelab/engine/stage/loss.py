@@ -70,8 +70,7 @@ class Loss:
 def total(values: Sequence[torch.Tensor | None], weights: Sequence[float]) -> torch.Tensor:
     """Return the loss of the whole batch, without dimensions or history, on the first micro-batch's device."""
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
-    device = known[0][0].device
-    weighed = [value.reshape(()).to(device) * weight for value, weight in known]
+    weighed = [value.reshape(()).to(known[0][0].device) * weight for value, weight in known]
     return torch.stack(weighed).sum()
 
 

@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import string_at
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
@@ -336,7 +335,7 @@ class Streams:
         """End a step that has succeeded; move the caller's generator, if something drew, of all processes."""
         if self.last.drew:
             _latest[:] = [self.last]
-        if not self._warned and [*map(_bytes, self._states())] != [*map(_bytes, self._before)]:
+        if not self._warned and not all(map(torch.equal, self._states(), self._before)):
             self._warned = True
             warnings.warn(
                 "something in this model draws random numbers that pipelab does not see, or sets PyTorch's random "
@@ -356,11 +355,6 @@ class Streams:
     def _states(self) -> list[torch.Tensor]:
         """Return the state of the default generators."""
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    """Return a state as bytes: `torch.equal` would let go of the interpreter, for which all ranks wait."""
-    return string_at(state.data_ptr(), state.nbytes)
 
 
 def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -34,8 +34,7 @@ def _collecting_later() -> Iterator[None]:
     try:
         yield
     finally:
-        if on:
-            gc.enable()
+        (gc.enable if on else gc.disable)()
 
 
 class Schedule(ABC):

@@ -96,9 +96,8 @@ def _visits(stages: int, microbatches: int) -> Iterator[tuple[int, int]]:
 def stages_by_placement(rank_of_slot: Sequence[int], codes: Codes, ranks: int) -> list[StagesOfRank]:
     """Return the stages of each rank according to a placement."""
     by_rank: list[StagesOfRank] = [{} for _ in range(ranks)]
-    for microbatch in range(codes.microbatches):
-        route = tuple(rank_of_slot[microbatch * codes.stages : (microbatch + 1) * codes.stages])
-        for rank, stages in _met(route).items():
+    for microbatch, first in enumerate(range(0, len(rank_of_slot), codes.stages)):
+        for rank, stages in _met(tuple(rank_of_slot[first : first + codes.stages])).items():
             by_rank[rank][microbatch] = stages
     return by_rank
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import islice
+from itertools import islice, repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,11 +89,10 @@ class MemoryUse:
     @property
     def at_peak(self) -> tuple[Held, ...]:
         """For each rank, what it holds when it first holds the most."""
-        memory, bound = self.memory, self.trace.plan.bound
+        memory, bound, ranks = self.memory, self.trace.plan.bound, range(self.trace.ranks)
         if memory and not self.sent_gradient and not bound.moves:  # then times do not matter: only up to the peaks
-            held = (memory.held(bound, rank) for rank in range(self.trace.ranks))
-            stops = (each.index(max(each)) + 1 if each else 0 for each in held)
-            curves: Iterable[Sequence[Held]] = map(self._curve, range(self.trace.ranks), stops)
+            stops = (held.index(max(held)) + 1 if held else 0 for held in map(memory.held, repeat(bound), ranks))
+            curves: Iterable[Sequence[Held]] = map(self._curve, ranks, stops)
         else:
             curves = self.curves
         return tuple(max(curve, key=attrgetter("total")) for curve in curves)

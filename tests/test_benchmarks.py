@@ -88,7 +88,7 @@ def test_the_help_names_all_that_can_be_measured(benchmarks, capsys, words, code
 def test_the_summary_of_the_predictions_counts_every_row_of_its_page():
     page = (BENCHMARKS.parent / "docs" / "results" / "prediction.md").read_text()
     summary, *engines = re.split(r"^\*\*\w+\*\*, predicted", page, flags=re.MULTILINE)
-    largest = re.findall(r" ([+-][\d.]+%) \| [\d.]+ \|$", summary, flags=re.MULTILINE)
+    largest = re.findall(r" ([+-][\d.]+%) \| [\d.]+% \| [\d.]+ times \| [\d.]+ \|$", summary, flags=re.MULTILINE)
     rows = [re.findall(r": ([+-][\d.]+%)", engine) for engine in engines]
     assert [max(errors, key=lambda error: abs(float(error[:-1]))) for errors in rows] == largest
     medians = re.findall(r"\*\*([\d.]+)%\*\*", summary)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import ceil, exp, log1p, log2, sqrt
-from statistics import fmean, stdev
+from math import ceil, exp, hypot, log1p, log2, sqrt
 from typing import Any, Literal
 
 from pipelab.errors import CostError, counted, require_size
@@ -43,9 +42,6 @@ _SHARED = (*_PER_ROW, "offload", "load")
 
 _FEWEST = 3
 """To fewer fitted steps no interval is given."""
-
-_OTHER_ORDER = 1.1
-"""How many times longer or shorter another order may take, beside noise: 27 of 30 on the page "Speed" are nearer."""
 
 _TOO_FAR = 1.5
 """Steps that may be as many times longer or shorter give no interval: other programs decide how long they take."""
@@ -158,6 +154,7 @@ class Cost:
         unit: the unit of time, such as `"ms"`; for labels only.
         spread: from `Cost.fit`: how much longer each fitted step took than these costs predict, as a share, ascending.
             Predictions may be wrong by as much. `(-0.03, 0.02, 0.4)` are three steps, one of them disturbed.
+        variation: from `Cost.fit`: by which share half of the repeated actions, or more, differ from the usual ones.
 
     Example:
         >>> Cost(forward=50, backward=[80, 90], unit="ms").backward
@@ -202,6 +199,7 @@ class Cost:
     first_stage: Literal["uniform", "as-run"] = "uniform"
     unit: str = ""
     spread: tuple[float, ...] = field(default=(), compare=False)
+    variation: float = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be a time or a size; make lists immutable."""
@@ -289,15 +287,17 @@ class Cost:
         Warns:
             UserWarning: if the times of repeated actions of measured traces vary by over 15 %.
         """
-        cost = cls(per="stage", **fitted(steps := listed(traces), split, typical))
-        return replace(cost, spread=spread(steps, cost))
+        apart = listed(split) if isinstance(split, (Trace, list, tuple)) else split
+        cost = cls(per="stage", **fitted(steps := listed(traces), apart, typical))
+        return replace(cost, spread=spread([*steps, *apart] if isinstance(apart, list) else steps, cost))
 
     def interval(self, predicted: float) -> tuple[float, float]:
         """Return between which times a step probably lies that these costs predict to take so long.
 
-        The interval follows from how far apart the fitted steps were (Student's distribution, nine of ten steps), and
-        is a tenth wider at both ends: another order, another number of micro-batches or merged stages are predicted
-        less exactly. If other programs kept the machine busy, there is none.
+        Nine of ten steps should lie inside, those of other orders and other numbers of micro-batches too. How wide it
+        is follows from the fitted steps: from how far they are from these costs (`spread`, Student's distribution), and
+        how far repeated actions are from each other (`variation`), because in another order other actions decide. If
+        other programs kept the machine busy, there is none.
 
         Args:
             predicted: the makespan of a simulation with these costs, in any unit.
@@ -309,7 +309,7 @@ class Cost:
             >>> makespan = pipelab.simulate(pipelab.OneFOneB(2, 8), cost).makespan
             >>> low, high = cost.interval(makespan)
             >>> makespan, round(low, 1), round(high, 1)
-            (27.0, 22.7, 32.5)
+            (27.0, 24.8, 29.4)
 
         Raises:
             CostError: if the costs are not from `Cost.fit` with three steps or more, or if these were too far off.
@@ -319,16 +319,17 @@ class Cost:
                 f"an interval needs costs that were fitted to {_FEWEST} steps or more, not to {len(self.spread)}\n"
                 "  try: Cost.fit([step.trace, ...]) of five steps"
             )
-        off = [log1p(each) for each in self.spread]
-        freedom = len(off) - 1
+        freedom = len(self.spread) - 1
         student = 1.645 + 1.524 / freedom + 1.42 / freedom**2  # its 95 % quantile, within 6 %
-        middle, far = fmean(off), exp(student * stdev(off) * sqrt(1 + 1 / len(off)))
-        if far * exp(abs(middle)) > _TOO_FAR:
+        off = sqrt(sum(log1p(each) ** 2 for each in self.spread) / freedom * (1 + 1 / len(self.spread)))
+        far = exp(hypot(student * off, 1.645 * self.variation))
+        if far > _TOO_FAR:
             raise CostError(
-                f"the fitted steps are {self.spread[0]:+.0%} to {self.spread[-1]:+.0%} off these costs: too far for an "
-                "interval\n  try: measure five steps again, while nothing else uses the processor"
+                f"the fitted steps are {self.spread[0]:+.0%} to {self.spread[-1]:+.0%} off these costs, and half of "
+                f"their actions {self.variation:.0%} or more off the usual ones: too far for an interval\n"
+                "  try: measure five steps again, while nothing else uses the processor"
             )
-        return predicted * exp(middle) / far / _OTHER_ORDER, predicted * exp(middle) * far * _OTHER_ORDER
+        return predicted / far, predicted * far
 
     def merged(self, stages: int | Sequence[int]) -> Cost:
         """Return the costs of a model cut into fewer stages: the costs of neighbours are added.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from math import inf
 from statistics import fmean, median
@@ -33,17 +33,23 @@ Spans = defaultdict[tuple[str, int], list[float]]
 """By kind and stage, how long its actions took, or what they gave travelled; a pair in one slot has the kind "pair"."""
 
 
-def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | None, typical: str) -> dict[str, Any]:
+def fitted(traces: Sequence[Trace], split: Sequence[Trace] | float | None, typical: str) -> dict[str, Any]:
     """Return the arguments of a `Cost` per stage that predicts some steps of the same stages; see `Cost.fit`."""
     if typical not in _MIDDLES:
         raise CostError(f"typical={shorten(typical)}: expected 'median' or 'mean'")
     middle, first = _MIDDLES[typical], traces[0]
     measured = first.source == "measured"
     spans, moved = _pooled(traces, first, "traces")
+    spans, ratio = _with_halves(spans, split, first)
     times = {each: middle(took) for each, took in spans.items()}
-    if measured:
-        _warn_if_noisy(spans, times)
-    times, ratio = _with_halves(times, split, first, middle)
+    off = sum(len(took) * median(abs(time - times[each]) for time in took) for each, took in spans.items())
+    varies = off / (sum(map(sum, spans.values())) or 1.0)
+    if measured and varies > _TRUSTED:
+        warnings.warn(
+            f"timings vary by {100 * varies:.0f} % or more: the machine is busy, or the micro-batches differ\n"
+            "  try: Cost.fit([step.trace, ...]) of five steps or more, while nothing else runs",
+            stacklevel=3,
+        )
     stages = range(first.plan.stages)
     for stage in stages:
         # Of a measured first stage, PyTorch asks for no input gradient, so nothing is split there.
@@ -51,42 +57,23 @@ def fitted(traces: Sequence[Trace], split: Trace | Sequence[Trace] | float | Non
     costs: dict[str, str] = {kind: traits.cost for kind, traits in TRAITS.items() if traits.cost} | {"pair": "pair"}
     there = {kind for kind, _ in times} & costs.keys()
     found = {costs[kind]: [times.get((kind, stage), 0.0) for stage in stages] for kind in there}
-    more = {"first_stage": "as-run"} if measured else {}
+    more = {"variation": varies, "unit": first.unit} | ({"first_stage": "as-run"} if measured else {})
     more |= {"all_reduce_runs": "beside"} if first.plan.bound.beside else {}
-    return {"forward": 0, "backward": 0, **found, **more, **_travel(moved, first, middle), "unit": first.unit}
+    return {"forward": 0, "backward": 0, **found, **more, **_travel(moved, first, middle)}
 
 
-def _warn_if_noisy(spans: Spans, times: Mapping[tuple[str, int], float]) -> None:
-    off = sum(len(took) * median(abs(time - times[each]) for time in took) for each, took in spans.items())
-    noise = off / (sum(map(sum, spans.values())) or 1.0)
-    if noise > _TRUSTED:
-        warnings.warn(
-            f"timings vary by {100 * noise:.0f} % or more: the machine is busy, or the micro-batches differ\n"
-            "  try: Cost.fit([step.trace, ...]) of five steps or more, while nothing else runs",
-            stacklevel=4,
-        )
-
-
-def _with_halves(
-    times: dict[tuple[str, int], float],
-    split: Trace | Sequence[Trace] | float | None,
-    first: Trace,
-    middle: Callable[[list[float]], float],
-) -> tuple[dict[tuple[str, int], float], float]:
-    """Return the times, with the halves of split backwards if these were measured; and the ratio `(I + W) / B`."""
-    if split is None:
-        return times, 1.0
-    if not isinstance(split, (Trace, list, tuple)):
-        return times, _ratio(split)
-    traces = listed(split)
-    spans, _ = _pooled(traces, first, "trace and split")
-    halves = {each: middle(took) for each, took in spans.items() if each[0] in HALVES}
+def _with_halves(spans: Spans, split: Sequence[Trace] | float | None, first: Trace) -> tuple[Spans, float]:
+    """Return the spans, with the halves of split backwards if these were measured; and the ratio `(I + W) / B`."""
+    if not isinstance(split, list):
+        return spans, 1.0 if split is None else _ratio(split)
+    apart, _ = _pooled(split, first, "trace and split")
+    halves = {each: took for each, took in apart.items() if each[0] in HALVES}
     if not halves:
         raise CostError(
-            f"split is a trace of {traces[0].name}, which has no I and W: run one that splits backwards, such as "
+            f"split is a trace of {split[0].name}, which has no I and W: run one that splits backwards, such as "
             "zb-h1, or give the ratio (I + W) / B"
         )
-    return {key: time for key, time in times.items() if key[0] not in HALVES} | halves, 1.0
+    return Spans(list, {each: took for each, took in spans.items() if each[0] not in HALVES} | halves), 1.0
 
 
 def _ratio(split: Any) -> float:

@@ -271,11 +271,11 @@ def test_one_disturbed_step_of_several_changes_neither_the_fit_nor_its_predictio
 
 def test_an_interval_is_as_wide_as_the_fitted_steps_are_apart():
     alike = Cost.fit([step for _ in range(5) for step in [steps_of(1)[0]]])
-    assert alike.interval(22) == pytest.approx((20, 24.2))
+    assert alike.interval(22) == pytest.approx((22, 22))
     apart = [Cost.fit(steps_of(*times)) for times in ((0.9, 1, 1.1), (0.9, 0.9, 1, 1.1, 1.1))]
     few, five = (high / low for low, high in (each.interval(1) for each in apart))
     assert 1.21 < five < few
-    with pytest.raises(CostError, match=r"-50% to \+200% off"):
+    with pytest.raises(CostError, match=r"-50% to \+200% off these costs, and half of their actions 0% or more"):
         Cost.fit(steps_of(0.5, 1, 1, 1, 3)).interval(1)
     low, high = apart[1].interval(10)
     assert low < 9
@@ -284,6 +284,34 @@ def test_an_interval_is_as_wide_as_the_fitted_steps_are_apart():
     for cost in (Cost(), Cost.fit(steps_of(1, 1))):
         with pytest.raises(CostError, match="3 steps or more"):
             cost.interval(10)
+
+
+def test_steps_that_hardly_differ_give_intervals_that_separate_similar_orders():
+    cost = Cost.fit(steps_of(0.999, 1, 1, 1.001, 1.002))
+    (_, quick), (slow, high) = cost.interval(505), cost.interval(551)
+    assert quick < slow
+    assert high / slow < 1.01
+
+
+def test_actions_that_differ_within_equal_steps_make_an_interval_wider():
+    uneven = Cost(forward=lambda m, s: 2 + 0.2 * (m % 2), backward=lambda m, s: 4 + 0.4 * (m % 2))
+    cost = Cost.fit([measured_as(simulate(pipelab.GPipe(1, 8), uneven))] * 5, typical="mean")
+    assert cost.spread == pytest.approx([0] * 5)
+    assert cost.variation == pytest.approx(0.1 / 2.1)
+    low, high = cost.interval(1)
+    assert low * high == pytest.approx(1)
+    assert 1.05 < high < 1.1  # another order may have more of the slow ones where they count
+    with pytest.raises(CostError, match="half of their actions 30% or more off the usual"):
+        dataclasses.replace(cost, variation=0.3).interval(1)
+
+
+def test_an_interval_knows_how_far_the_split_steps_are_too():
+    whole = steps_of(1, 1, 1)
+    apart = [measured(pipelab.ZBH1(2, 8), Cost(forward=2 * each, backward=4 * each), late=0) for each in (1, 1, 1.3)]
+    cost = Cost.fit(whole, apart)
+    assert cost.spread == pytest.approx((0, 0, 0, 0, 0, 0.3))
+    assert cost.interval(1)[1] > 1.2
+    assert Cost.fit(whole, 1.1).interval(1) == (1, 1)
 
 
 def test_the_spread_says_how_far_each_step_is_from_what_the_costs_predict():

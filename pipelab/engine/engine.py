@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -130,6 +130,10 @@ Start = Callable[[Plan, Stages, Settings], Engine]
 # ── One step of the ranks in this process ─────────────────────────────────────────────────────────────────────────────
 
 
+Measured = tuple[Sequence[tuple[list[Any], list[Any], list[Any]]], Mapping[int, float]]
+"""By rank, the clock at the start and at the end of each action, and at both of each gather and free; and by value, the
+milliseconds that it travelled between ranks."""
+
 Act = Callable[[int, Any, dict[int, Any], Any], Any]
 """The method of a stage that runs an action: of micro-batch, input, `kept` and loss; it returns the output."""
 
@@ -162,7 +166,7 @@ class StepState:
     outputs: list[Any] = field(default_factory=list)  # per micro-batch, the model's output
     outputs_on: Sequence[int] | None = None  # the ranks whose processes have outputs; `None` if all are here
     clocks: Sequence[StepClock] = ()  # per rank, the clock that converts its readings into times
-    travel: Callable[[], dict[int, float]] = dict  # by value, the milliseconds between ranks
+    measured: Callable[[], Measured] | None = None  # the times of all ranks, if they are not all in `ranks`
     note: str = ""  # a remark for readers of the trace
     streams: StepStreams = field(default_factory=partial(StepStreams, 0))  # its random numbers
     counts: Sequence[int] = ()  # per micro-batch, how many rows it has
@@ -248,8 +252,9 @@ class Step:
     def __init__(self, loss: Loss, state: StepState, labels: Sequence[str]) -> None:
         self._losses = loss.values, loss.weights
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
-        self._marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
-        self._clocks, self._note, self._travel = state.clocks, state.note, state.travel
+        marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
+        self._measured = state.measured or (lambda: (marks, {}))
+        self._clocks, self._note = state.clocks, state.note
         self._plan = state.plan
         self._labels = labels
 
@@ -275,11 +280,12 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        readings = [[*map(clock.nanoseconds, marks)] for clock, marks in zip(self._clocks, self._marks, strict=True)]
+        each, travel = self._measured()
+        readings = [[*map(clock.nanoseconds, marks)] for clock, marks in zip(self._clocks, each, strict=True)]
         origin = min(chain(*chain(*readings)), default=0)
         times = [[[(mark - origin) / 1e6 for mark in marks] for marks in rank] for rank in readings]
         starts, ends, moved = zip(*times, strict=True)
-        edges, travel = [*chain(*moved)], self._travel()
+        edges = [*chain(*moved)]
         moves = zip(self._plan.bound.moves, edges[::2], edges[1::2], strict=False)  # in threads, none are measured
         return Trace(
             self._plan,

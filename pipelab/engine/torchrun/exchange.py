@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby
+from functools import lru_cache, partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipelab.engine.device import HOST, HostClock
-from pipelab.engine.engine import RankState, StepState
+from pipelab.engine.engine import Measured, StepState
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import described, rebuild, take_apart, tensors_of
@@ -57,20 +57,33 @@ def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def agree(
     group: dist.ProcessGroup, call: str, about: str, parts: Sequence[Part] = (), aside: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """Return the first process's `aside`, once all have made the same call with the same batch."""
+    """Return the first process's `aside`, once all have made the same call with the same batch.
+
+    The first process compares and answers: if two send to each other at the same moment, gloo's threads wait for long.
+    """
     known = {part.name: part for part in parts}
     two = [known.get(name, Part("", here=False)) for name in ("x", "y", "keywords")]
     error = next(filter(None, (part.error for part in parts)), None)
     texts = f"{call} {error or ''}", about, *(part.words for part in two)
     samples = [_number(sample_of(part.pieces)) | 1 if part.here and part.pieces else 0 for part in two[:2]]
-    table = gathered(torch.tensor([*map(_number_of_text, texts), *samples, *aside]), group)
-    columns: list[list[int]] = table.T.tolist()
-    words_differ = any(len(set(column)) > 1 for column in columns[:5])
-    if words_differ or any(map(_differ, columns[5:7])):
-        _compare(group, [call, *about.split("; ")], two, columns[5:7])
+    answer = torch.tensor([*map(_number_of_text, texts), *samples, *aside, 0])
+    if group.rank():
+        group.send([answer], 0, _TAG).wait()
+        group.recv([answer], 0, _TAG).wait()
+    else:
+        rows = answer.repeat(group.size(), 1)
+        for work in [group.recv([rows[other]], other, _TAG) for other in range(1, group.size())]:
+            work.wait()
+        columns: list[list[int]] = rows.T.tolist()
+        answer[-1] = any(len(set(column)) > 1 for column in columns[:5]) or any(map(_differ, columns[5:7]))
+        for work in [group.send([answer], other, _TAG) for other in range(1, group.size())]:
+            work.wait()
+    *_, reset, seed, unlike = answer.tolist()
+    if unlike:
+        _compare(group, [call, *about.split("; ")], two, samples)
     if error is not None:
         raise error
-    return [column[0] for column in columns[7:]]
+    return [reset, seed]
 
 
 def _differ(samples: Sequence[int]) -> bool:
@@ -78,22 +91,22 @@ def _differ(samples: Sequence[int]) -> bool:
     return len(set(samples) - {0}) > 1
 
 
-def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], samples: list[list[int]]) -> None:
+def _compare(group: dist.ProcessGroup, head: list[str], parts: Sequence[Part], own: Sequence[int]) -> None:
     """Raise what is wrong, or how the processes differ; if they do not, complete the parts that are not here."""
     given = [replace(part, pieces=_on("meta", part.pieces), error=None) if part.here else None for part in parts]
     wrong = [(type(part.error), str(part.error)) for part in parts if part.error is not None]
     rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, (head, given, wrong), group=group)
+    dist.all_gather_object(rows, (head, given, own, wrong), group=group)
     for rank, (*_, errors) in enumerate(rows):
         for kind, message in errors:
             raise kind(f"rank {rank}: {message}")
-    _merge_keywords(parts[2], [theirs[2].named for _, theirs, _ in rows if theirs[2] is not None])
-    agreed = [next(filter(None, column), None) for column in zip(*(theirs[:2] for _, theirs, _ in rows), strict=True)]
+    _merge_keywords(parts[2], [theirs[2].named for _, theirs, *_ in rows if theirs[2] is not None])
+    agreed = [next(filter(None, column), None) for column in zip(*(theirs[:2] for _, theirs, *_ in rows), strict=True)]
     calls = []
-    for theirs, parcels, _ in rows:
+    for theirs, parcels, *_ in rows:
         known = [parcel or usual for parcel, usual in zip(parcels[:2], agreed, strict=True)]
         calls.append([*theirs, *(parcel.words for parcel in known if parcel)])
-    for column in samples:
+    for column in zip(*(samples for *_, samples, _ in rows), strict=True):
         if _differ(column) or any(call != calls[0] for call in calls):
             raise BatchError(_difference(calls, column))
     for part, found in zip(parts[:2], agreed, strict=True):
@@ -132,9 +145,11 @@ def describe_batch(microbatches: Sequence[Any]) -> str:
 
 
 def _describe_piece(piece: Any) -> str:
+    if isinstance(piece, torch.Tensor):
+        return described(piece)
     parts, spec = take_apart(piece)
     words = ", ".join(described(part) if isinstance(part, torch.Tensor) else str(part) for part in parts)
-    return words if isinstance(piece, torch.Tensor) else f"{words} in {spec}"
+    return f"{words} in {spec}"
 
 
 def sample_of(microbatches: Sequence[Any]) -> bytes:
@@ -145,8 +160,12 @@ def sample_of(microbatches: Sequence[Any]) -> bytes:
 
 def few_numbers(tensor: torch.Tensor) -> bytes:
     """Return a few numbers of a tensor, from its beginning to its end."""
-    flat = tensor.detach().reshape(-1)
-    few = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE].contiguous().cpu()
+    step = max(1, tensor.numel() // _SAMPLE)
+    if tensor.device.type == "cpu" and tensor.is_contiguous():  # as below, without operations, for which a step waits
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        places = range(begin, begin + min(step * _SAMPLE, tensor.numel()) * size, step * size)
+        return b"".join(string_at(place, size) for place in places)
+    few = tensor.detach().reshape(-1)[: step * _SAMPLE : step].contiguous().cpu()
     return string_at(few.data_ptr(), few.nbytes)
 
 
@@ -248,24 +267,16 @@ def share(group: dist.ProcessGroup, step: ProcessStep, clock: SharedClock) -> tu
         state.outputs = _outputs(group, holders, step)
         return state, bool(gathered(torch.tensor(bool(step.streams.drew)), group).any())
     moves = Counter(move.rank for move in plan.bound.moves)
-    longest = max(len(row) + moves[rank] for rank, row in enumerate(plan.bound.computing))
+    lengths = [(len(row), len(row) + moves[rank]) for rank, row in enumerate(plan.bound.computing)]
+    longest = max(last for _, last in lengths)
     own = list[int]()
     for numbers in (*_times(step, clock), step.waited):
         own += [*numbers, *[0] * (longest - len(numbers))]
     own += [*_losses(step.loss), bool(step.streams.drew)]
     found = gathered(torch.tensor(own), group)
-    stream = step.mine.stream
-    _set_losses(step.loss, found[:, 3 * longest : -1], holders, stream.runs_on.device)
-    table = found[:, : 3 * longest].unflatten(1, (3, longest)).tolist()  # by rank: starts, ends, waits
-    ranks, waited = [], []
-    for rank, (codes, (starts, ends, waits)) in enumerate(zip(plan.bound.computing, table, strict=True)):
-        length, last = len(codes), len(codes) + moves[rank]
-        beside: list[Sequence[Any]] = list(zip(starts[length:last], ends[length:last], strict=True))
-        ranks.append(RankState(rank, (), stream, {}, starts[:length], ends[:length], beside))
-        waited.append(waits[:length])
-    state.ranks, state.outputs, state.outputs_on = ranks, step.outputs, sorted(set(holders))
-    times = [rank.begun for rank in ranks], [rank.ended for rank in ranks]
-    state.travel = lambda: _travel_ms(plan, *times, waited)
+    _set_losses(step.loss, found[:, 3 * longest : -1], holders, step.mine.stream.runs_on.device)
+    state.measured = partial(_measured, plan, lengths, found[:, : 3 * longest].unflatten(1, (3, longest)))
+    state.outputs, state.outputs_on = step.outputs, sorted(set(holders))
     state.clocks = [HOST, *(HostClock(clock.error_ns) for _ in range(1, plan.ranks))]
     many = "es" if plan.ranks > 1 else ""
     state.note = f"{plan.ranks} process{many}, clocks within {clock.error_ns / 1e6:.2g} ms of rank 0's"
@@ -279,13 +290,16 @@ def _times(step: ProcessStep, clock: SharedClock) -> list[list[int]]:
     return [[reading - clock.ahead_ns for reading in step.clocks[0].nanoseconds(both)] for both in marks]
 
 
-def _travel_ms(
-    plan: Plan, begun: Sequence[Sequence[int]], ended: Sequence[Sequence[int]], waited: Sequence[Sequence[int]]
-) -> dict[int, float]:
-    """Return, by number of the value, how long it travelled; of a wait, until its end."""
-    rows = zip(begun, waited, strict=True)
-    arrived = [[start if wait > _ARRIVED_NS else None for start, wait in zip(*row, strict=True)] for row in rows]
-    return {value: time / 1e6 for value, time in travelled(plan.bound, begun, ended, arrived).items()}
+def _measured(plan: Plan, lengths: Sequence[tuple[int, int]], table: torch.Tensor) -> Measured:
+    """Return the times in a table `[ranks, 3, actions]` of starts, ends and waits; a wait ends a value's travel."""
+    marks, arrived = list[tuple[list[Any], list[Any], list[Any]]](), list[list[Any]]()
+    for (length, last), (starts, ends, waits) in zip(lengths, table.tolist(), strict=True):
+        beside = chain(*zip(starts[length:last], ends[length:last], strict=True))
+        marks.append((starts[:length], ends[:length], [*beside]))
+        pairs = zip(starts, waits[:length], strict=False)
+        arrived.append([start if wait > _ARRIVED_NS else None for start, wait in pairs])
+    begun, ended, _ = zip(*marks, strict=True)
+    return marks, {value: time / 1e6 for value, time in travelled(plan.bound, begun, ended, arrived).items()}
 
 
 def _outputs(group: dist.ProcessGroup, holders: Sequence[int], step: ProcessStep) -> list[Any]:

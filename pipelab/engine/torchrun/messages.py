@@ -180,19 +180,19 @@ _NONE = 254
 """Each byte of a gradient that is `None`: -1.7e38, of which no gradient consists. (A NaN may be all ones.)"""
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a message's bytes, in the order of its memory."""
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a message's bytes, in the order of its memory: it has no gaps, and no backend sends all types."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _absent(buffer: torch.Tensor) -> torch.Tensor:
     """Make a message of the gradient `None`."""
-    _bytes(buffer).fill_(_NONE)
+    bytes_of(buffer).fill_(_NONE)
     return buffer
 
 
 def _is_absent(message: torch.Tensor) -> bool:
-    line = _bytes(message)
+    line = bytes_of(message)
     return set(line[:4].tolist()) <= {_NONE} and bool((line == _NONE).all())  # without numbers, it adds nothing
 
 
@@ -340,8 +340,7 @@ class Connections:
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> None:
     """Broadcast a contiguous tensor, also of a type that the backend does not support."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # of a single number, the stride may be any
-    dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+    dist.broadcast(bytes_of(tensor), group=group, group_src=source)
 
 
 def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:

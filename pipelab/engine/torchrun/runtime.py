@@ -50,6 +50,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "_PipelineScheduleRuntime._initialize_stages",
         "_PipelineScheduleRuntime._step_microbatches",
         "_PipelineScheduleRuntime.register_custom_function",
+        "_batch_p2p",
         "logger",
     ),
 }
@@ -103,19 +104,10 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not (record.threadName or "").startswith("pipelab-")
 
 
-class _Receives(dict[tuple[int, int], list[Any]]):
-    """Receives by stage and micro-batch. The runtime removes them to wait for them; here `receiving` waits first."""
-
-    def __init__(self, receiving: Callable[[int, int, list[Any]], None]) -> None:
-        super().__init__()
-        self._receiving = receiving
-
-    def pop(self, key: tuple[int, int], *_: Any) -> list[Any]:
-        try:
-            self._receiving(*key, super().pop(key))
-        except Exception as error:
-            raise HaltError(error) from error
-        return []
+def batch_p2p(operations: Sequence[Any]) -> list[Any]:
+    """Begin to send or receive, as PyTorch's runtime does."""
+    works: list[Any] = load().schedules._batch_p2p(operations)  # noqa: SLF001 - NCCL needs the same for both ends
+    return works
 
 
 def routes_of(plan: Plan) -> dict[tuple[int, ...], int]:
@@ -128,9 +120,7 @@ def routes_of(plan: Plan) -> dict[tuple[int, ...], int]:
     return {route: number * (plan.stages + 1) for number, route in enumerate(routes)}
 
 
-def lowered(
-    plan: Plan, rank: int, stages: Sequence[Any], receiving: Callable[[int, int, list[Any]], None]
-) -> Callable[[list[tuple[Any, ...]] | None], None]:
+def lowered(plan: Plan, rank: int, stages: Sequence[Any]) -> Callable[[list[tuple[Any, ...]] | None], None]:
     """Lower a plan; return what runs one rank's part of it on PyTorch's runtime, given the first stage's inputs.
 
     Sends and receives are where PyTorch's own lowering puts them, which has one rank for each stage. An overlapped pair
@@ -152,10 +142,6 @@ def lowered(
     runtime.register_custom_function(kinds.REDUCE_GRAD, lambda word, _: held[word.stage_index].perform_reduce_grad())
     runtime.register_custom_function(kinds.UNSHARD, lambda word, _: held[word.stage_index].unshard())
     runtime.register_custom_function(kinds.RESHARD, lambda word, _: held[word.stage_index].reshard())
-    for name in ("fwd_recv_ops", "bwd_recv_ops"):
-        if not hasattr(runtime, name):  # then it would not wait for values by these
-            raise missing(f"{SCHEDULES}._PipelineScheduleRuntime().{name}")
-        setattr(runtime, name, _Receives(receiving))
     halted: list[Exception] = []
 
     def run(inputs: list[tuple[Any, ...]] | None) -> None:

@@ -27,8 +27,8 @@ from pipelab.engine.engine import Act, RankState, StepState, awaited_action, run
 from pipelab.engine.stage.errors import stage_error
 from pipelab.engine.stage.replicas import Buffers, versions, written
 from pipelab.engine.stage.stage import RETURN_A_CLONE, Stage, versions_of
-from pipelab.engine.torchrun.messages import Connections, GradientPresence, Shapes, ValueMeta, copy_from
-from pipelab.engine.torchrun.runtime import HaltError
+from pipelab.engine.torchrun.messages import Connections, GradientPresence, Shapes, ValueMeta, bytes_of, copy_from
+from pipelab.engine.torchrun.runtime import HaltError, batch_p2p
 from pipelab.errors import StageError
 from pipelab.plan.actions import UNSHARD, Action, B, F, I, R, W
 from pipelab.plan.plan import Plan
@@ -185,7 +185,9 @@ class ProcessStage:
             meta = self.step.meta(self.runner.index, microbatch)
             there = self.presence.take if self.presence else lambda _: None
             gradients = self._arrived(
-                self.gradients.pop(microbatch), lambda found: meta.gradients(found, there(microbatch))
+                self.gradients.pop(microbatch),
+                lambda found: meta.gradients(found, there(microbatch)),
+                self.presence.under_way(microbatch) if self.presence else (),
             )
         self.left -= full_backward
         for part in self._sharded:
@@ -257,9 +259,10 @@ class ProcessStage:
     # --- values to and from other ranks
 
     def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Return receives for a micro-batch's input."""
-        self.given[microbatch] = buffers = self.step.meta(self.runner.index - 1, microbatch).empty_buffers(self.device)
-        return self._ops(dist.irecv, buffers, self.stage_index - 1)
+        """Begin to receive a micro-batch's input, for which its forward waits; the runtime has nothing to do."""
+        buffers = self.step.meta(self.runner.index - 1, microbatch).empty_buffers(self.device)
+        self.given[microbatch] = self._receiving(buffers, self.stage_index - 1)
+        return []
 
     def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of a micro-batch's output."""
@@ -269,13 +272,12 @@ class ProcessStage:
         return self._ops(dist.isend, messages, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
-        """Return receives for the gradients of a micro-batch's output."""
+        """Begin to receive the gradients of a micro-batch's output, likewise."""
         buffers = self.step.meta(self.runner.index, microbatch).gradient_buffers(self.device)
-        self.gradients[microbatch] = buffers
-        ops = self._ops(dist.irecv, buffers, self.stage_index + 1)
+        self.gradients[microbatch] = self._receiving(buffers, self.stage_index + 1)
         if self.presence:
             self.presence.receive(microbatch, len(buffers), self.stage_index_to_group_rank[self.stage_index + 1])
-        return ops
+        return []
 
     def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
         """Return sends of the gradients of a micro-batch's input."""
@@ -290,18 +292,26 @@ class ProcessStage:
         """Do nothing: `get_fwd_send_ops` has released the output already; torch 2.15 calls this."""
 
     def _ops(self, kind: Any, tensors: list[torch.Tensor], stage: int) -> list[dist.P2POp]:
-        peer = self.stage_index_to_group_rank[stage]
-        self.step.peer = peer  # the connection may be lost
-        # They have no gaps, so they are sent as bytes: no backend supports all types.
-        lines = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
-        return [dist.P2POp(kind, line, group=self.group, group_peer=peer) for line in lines]
+        self.step.peer = peer = self.stage_index_to_group_rank[stage]  # the connection may be lost
+        return [dist.P2POp(kind, bytes_of(tensor), group=self.group, group_peer=peer) for tensor in tensors]
 
-    def _arrived(self, found: Any, put_together: Any) -> Any:
-        """Return a value on this rank's device, received from another rank or made by this one."""
+    def _receiving(self, buffers: list[torch.Tensor], stage: int) -> _Receiving:
+        if self.device.type != "cpu":
+            return _Receiving(buffers, batch_p2p(self._ops(dist.irecv, buffers, stage)))
+        # As PyTorch does, without its checks of each, which take as long as a small message.
+        self.step.peer = peer = self.stage_index_to_group_rank[stage]
+        return _Receiving(buffers, [self.group.recv([bytes_of(buffer)], peer, 0) for buffer in buffers])
+
+    def _arrived(self, found: Any, put_together: Any, flags: Sequence[Any] = ()) -> Any:
+        """Return a value on this rank's device, made by this rank, or received from another: wait for it."""
         if isinstance(found, _Local):
             return found.value
+        try:
+            self.step.wait(found.works, flags)
+        except Exception as error:
+            raise HaltError(error) from error
         receive = self.step.mine.stream.receive
-        return put_together(found if receive is None else receive(found))
+        return put_together(found.buffers if receive is None else receive(found.buffers))
 
     def _run(self, action: Action, act: Act, given: Any) -> Any:
         """Run an action; raise a `StageError` with its place for any error."""
@@ -329,6 +339,13 @@ class _Local(NamedTuple):
     """A value of this rank for another stage of this rank."""
 
     value: Any
+
+
+class _Receiving(NamedTuple):
+    """Where the tensors of a value arrive, and what waits for them."""
+
+    buffers: list[torch.Tensor]
+    works: Sequence[Any]
 
 
 # ── The replicas of a stage ───────────────────────────────────────────────────────────────────────────────────────────

@@ -88,6 +88,7 @@ def test_a_value_without_gradients_still_has_a_message_that_keeps_the_order():
 @pytest.mark.parametrize("ask", ["get_bwd_send_ops", "get_bwd_recv_ops"])
 def test_where_marks_cannot_go_it_is_known_to_whom(monkeypatch, ask):
     monkeypatch.setattr("torch.distributed.P2POp", lambda *_, **__: None)
+    monkeypatch.setattr("pipelab.engine.torchrun.stage.batch_p2p", lambda _: [])
     runner = SimpleNamespace(index=1, is_first=False, is_last=False, module=torch.nn.Identity())
     connections = SimpleNamespace(transport_device=torch.device("meta"), values=None, everyone=Cut())  # not a CPU
     stage = ProcessStage(runner, 1, pipelab.GPipe(3, 2).plan(), 1, connections, None)

@@ -16,6 +16,7 @@ import pipelab
 from pipelab import Action, B, EngineError, F, I, OneFOneB, Plan, R, StageError, W, replicate, schedules
 from pipelab.engine.torchrun import runtime
 from pipelab.engine.torchrun.runtime import HaltError, lowered, routes_of
+from pipelab.engine.torchrun.stage import ProcessStage
 from pipelab.engine.torchrun.start import start
 
 
@@ -94,7 +95,7 @@ def ran(plan: Plan, rank: int) -> tuple[list[Action], list[tuple]]:
         for stage, home in enumerate(route)
         if home == rank
     ]
-    lowered(plan, rank, stages, lambda *_: None)([(None,)] * plan.microbatches)
+    lowered(plan, rank, stages)([(None,)] * plan.microbatches)
     return computed, moved
 
 
@@ -149,11 +150,14 @@ def test_an_error_of_a_stage_is_raised_as_it_is_and_no_send_is_waited_for_first(
     work = SimpleNamespace(wait=lambda: waited.append("a send"))
 
     class Fails(Recorder):
+        def get_fwd_send_ops(self, microbatch):
+            return [f"a send of {microbatch}"]
+
         def backward_one_chunk(self, *_, **__):
             raise HaltError(error)
 
-    monkeypatch.setattr(runtime.load().schedules, "_batch_p2p", lambda *_, **__: [work])
-    run = lowered(plan, 0, [Fails(0, 2, 0, 2)], lambda *_: None)
+    monkeypatch.setattr(runtime.load().schedules, "_batch_p2p", lambda operations, **_: [work] * len(operations))
+    run = lowered(plan, 0, [Fails(0, 2, 0, 2)])
     with pytest.raises(StageError) as raised:
         run([(None,)] * 2)
     assert raised.value is error
@@ -162,12 +166,18 @@ def test_an_error_of_a_stage_is_raised_as_it_is_and_no_send_is_waited_for_first(
 
 
 def test_a_connection_that_is_lost_while_an_action_waits_is_raised_as_it_is():
-    def loses(*_):
-        raise lost
-
     lost = RuntimeError("gloo/transport: connection closed")
+
+    class Waits(Recorder):
+        def forward_one_chunk(self, *_, **__):
+            receiving = SimpleNamespace(buffers=[], works=[lost])
+            ProcessStage._arrived(SimpleNamespace(step=SimpleNamespace(wait=loses)), receiving, None)
+
+    def loses(works, _flags):
+        raise works[0]
+
     with pytest.raises(RuntimeError) as raised:
-        lowered(OneFOneB(2, 1).plan(), 1, [Recorder(1, 2, 1, 2)], loses)([(None,)])
+        lowered(OneFOneB(2, 1).plan(), 1, [Waits(1, 2, 1, 2)])([(None,)])
     assert raised.value is lost
 
 
@@ -176,7 +186,7 @@ def test_a_runtime_that_asks_a_stage_for_something_new_is_an_error_that_names_it
         runtime.load().runtime, "_step_microbatches", lambda self, *_, **__: self._stages[0].prefetch_everything()
     )
     with pytest.raises(EngineError, match=rf"torch {re.escape(torch.__version__)} .*'prefetch_everything'") as raised:
-        lowered(OneFOneB(1, 1).plan(), 0, [Recorder(0, 1, 0, 1)], lambda *_: None)([(None,)])
+        lowered(OneFOneB(1, 1).plan(), 0, [Recorder(0, 1, 0, 1)])([(None,)])
     assert f"tested with torch {' to '.join(runtime.TESTED)}" in str(raised.value)
 
 

@@ -111,16 +111,3 @@ def test_the_oldest_torch_that_is_tested_is_the_oldest_that_is_installed() -> No
 def test_a_newer_torch_that_has_what_is_called_is_not_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert runtime.load().runtime is not None
-
-
-@pytest.mark.parametrize("name", ["bwd_recv_ops", "fwd_recv_ops"])
-def test_what_a_runtime_no_longer_has_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = runtime.load().runtime.__init__
-
-    def as_in_another_torch(self: object, *given: object, **named: object) -> None:
-        made(self, *given, **named)
-        delattr(self, name)
-
-    monkeypatch.setattr(runtime.load().runtime, "__init__", as_in_another_torch)
-    with pytest.raises(EngineError, match=rf"has no .*schedules\._PipelineScheduleRuntime\(\)\.{name}"):
-        runtime.lowered(pipelab.GPipe(1, 1).plan(), 0, [RecordingStage(0, 1, 0, 1, [])], lambda *_: None)

@@ -12,9 +12,12 @@ from torch import nn
 import pipelab
 
 BATCH = 256
-MICROBATCHES = (4, 8)
-SIZES = ((1024, 5, 2), (64, 8, 10))
+MICROBATCHES = (2, 4, 8)
+SIZES = ((1024, 5, 2), (256, 8, 5), (64, 8, 10))
 """Width, rounds, and steps in each round."""
+LIKE_FOR_LIKE = ("gpipe", "1f1b")
+"""The schedules that are measured at every width, with every number of micro-batches; others at `OTHERS` only."""
+OTHERS = {(width, microbatches) for width in (1024, 64) for microbatches in (4, 8)}
 
 HEADINGS = {"threads": "pipelab, threads", "torch": "pipelab, torch", "native": "PyTorch"}
 
@@ -30,10 +33,9 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
     x, y = torch.randn(BATCH, width), torch.randn(BATCH, width)
     model = linear_stack(width)
     processes = Native(width, BATCH)
-    names = [name for name in pipelab.schedules if name in NATIVE]
     rows = []
     for microbatches in MICROBATCHES:
-        for name in names:
+        for name in NATIVE if (width, microbatches) in OTHERS else LIKE_FOR_LIKE:
             plan = pipelab.schedules[name](RANKS, microbatches).plan()
             with pipelab.Pipeline(model, plan, nn.functional.mse_loss, ["cpu"] * RANKS, intra_op_threads=1) as pipe:
                 sets = {"threads": lambda pipe=pipe: timed(model, lambda: pipe.step(x, y), steps)}
@@ -58,9 +60,21 @@ def _width(width: int, rounds: int, steps: int) -> list[dict[str, object]]:
 
 def report(found: dict[str, object]) -> str:
     """Return the figures as Markdown."""
-    lines = []
     rows: list[dict] = found["rows"]  # type: ignore[assignment]
-    for width in sorted({row["width"] for row in rows}, reverse=True):
+    lines = [
+        "**Like for like**: two processes on both sides; milliseconds per step, median and least",
+        "",
+        "| schedule | width | M | pipelab, torch | PyTorch | PyTorch over pipelab: medians | least |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in LIKE_FOR_LIKE:
+        for row in (row for row in rows if row["schedule"] == name):
+            ours, theirs = row["ms"]["torch"], row["ms"]["native"]
+            both = " | ".join(f"{each['median']:.2f}, {each['least']:.2f}" for each in (ours, theirs))
+            ratios = " | ".join(f"{theirs[key] / ours[key]:.2f}" for key in ("median", "least"))
+            lines.append(f"| {name} | {row['width']} | {row['microbatches']} | {both} | {ratios} |")
+    lines.append("")
+    for width in sorted({width for width, _ in OTHERS} & {row["width"] for row in rows}, reverse=True):
         engines = list(rows[0]["ms"])
         ours = [engine for engine in engines if engine != "native"]
         lines += [

@@ -141,12 +141,11 @@ def svg(drawing: Drawing) -> str:
 
 
 def _draw(grid: _Grid, ax: Axes) -> None:
-    """Draw the cells, the names of rows and columns, and the arrows."""
+    """Draw the cells, the names of rows, and the arrows."""
     drawing = grid.drawing
     small: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": SOFT}
     before = -1
     for column, left in grid.left.items():
-        ax.text(left + grid.cell / 2, grid.top + 0.14, str(column), **small)
         if column != before + 1:
             for rank in grid.lines:
                 if column < len(drawing.rows[rank]):

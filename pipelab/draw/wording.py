@@ -138,10 +138,9 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     If the comparison has bounds, there is a column for how far each makespan is above its bound, or one for each bound.
     """
     rows = comparison.rows
-    lines = [["name", "makespan", "bubble", "peak activations", "peak share of batch", "busy share per rank"]]
+    lines = [["name", "makespan", "bubble", "peak activations"]]
     for row, trace in zip(rows, comparison.traces, strict=True):
-        shares = [elided(row.peak_activations), percents(row.peak_share), percents(row.busy_share)]
-        lines.append([called(row.name), span(trace), percent(row.bubble), *shares])
+        lines.append([called(row.name), span(trace), percent(row.bubble), elided(row.peak_activations)])
     if any(map(_slanted, comparison.traces)):
         own = [elided(map(number, row.spans)) for row in rows]
         lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
@@ -197,7 +196,8 @@ def costs(trace: Trace) -> str:
     for rank in range(trace.ranks if trace.source == "simulated" else 0):
         for code, start, end in trace.computed(rank):
             spans.setdefault(bound.codes.kind[code], set()).add(round(end - start, 9))
-    words = ", ".join(f"{kind} = {number(min(times))}" for kind, times in spans.items() if len(times) == 1)
+    same = {kind: min(times) for kind, times in spans.items() if len(times) == 1 and any(times)}
+    words = ", ".join(f"{kind} = {number(time)}" for kind, time in same.items())
     travels = {round(trace.delay(value), 9) for value in values_between(bound).values()} if words else set()
     if len(travels) == 1 and any(travels):
         words += f", transfer {number(max(travels))}"

@@ -84,7 +84,7 @@ def test_the_first_trace_lies_as_outlines_behind_the_second(opened, pair):
     tab = opened(page.comparison_page(pipelab.compare(*pair)))
     assert tab.locator(".outline").count() == 0
     stacked = tab.evaluate("timelines[1].height")
-    tab.locator("[data-view-name=overlay]").click()
+    tab.locator("[data-view-name=diff]").click()
     wait_until(tab, f"document.querySelectorAll('.outline').length === 64 && {READY}")
     assert not tab.locator("section").first.is_visible()
     assert tab.evaluate("timelines[1].height") == stacked + 4 * 8
@@ -97,8 +97,6 @@ def test_the_first_trace_lies_as_outlines_behind_the_second(opened, pair):
     classes = "rects => rects.map(each => each.className.baseVal.split(' ')[0])"
     drawn = tab.locator("[data-trace='1'] rect[class]").evaluate_all(classes)
     assert len(drawn) - 1 - drawn[::-1].index("outline") < drawn.index("bar")
-    tab.keyboard.press("o")
-    wait_until(tab, "look.view === 'diff'")
     tab.keyboard.press("o")
     wait_until(tab, f"look.view === 'stack' && {READY}")
     assert tab.locator("section").first.is_visible()

@@ -870,9 +870,9 @@ def test_a_frame_goes_from_a_comparison_to_one_trace_and_back(opened, trace):
     tab = opened(page.frame())
     both = pipelab.compare(trace, pipelab.simulate(trace.plan, Cost(forward=2, backward=2)))
     others = pipelab.compare(pipelab.OneFOneB(2, 2), pipelab.ZBH1(2, 2))  # other actions: no difference, no views
-    for shown, buttons, sections in ((both, 3, 2), (trace, 0, 1), (both, 3, 2), (others, 0, 2)):
+    for shown, buttons, sections in ((both, 2, 2), (trace, 0, 1), (both, 2, 2), (others, 0, 2)):
         tab.evaluate("content => replace(content)", page.content(shown))
         assert tab.locator("[data-view-name]").count() == buttons
         assert tab.locator("#timelines section").count() == sections
-        tab.keyboard.press("o")  # from stack to overlay
-        assert tab.evaluate("look.view") == ("overlay" if buttons else "stack")
+        tab.keyboard.press("o")  # from stack to diff
+        assert tab.evaluate("look.view") == ("diff" if buttons else "stack")

@@ -2,8 +2,7 @@
 // changed, and a table of what adds to the makespan. Python computes the effects (see `data` in differences.py).
 const VIEWS = {
   stack: "one below the other",
-  overlay: "the first trace as outlines behind the others",
-  diff: "what changed from the first trace, as colours and as a table (o)",
+  diff: "what changed from the first trace, which lies behind the others, as colours and as a table (o)",
 };
 const SHADES = { shift: "start shift", change: "duration change", effect: "effect" };
 const STEPS = 4; // shades of more, and of less
@@ -199,7 +198,7 @@ function setView(name) {
   );
 }
 
-const nextView = () => compared.length && setView(Object.keys(VIEWS)[(Object.keys(VIEWS).indexOf(look.view) + 1) % 3]);
+const nextView = () => compared.length && setView(look.view === "stack" ? "diff" : "stack");
 
 // The buttons, the colours and the tables, where there is something to compare.
 function compareTraces() {
@@ -238,6 +237,6 @@ function compareTraces() {
         .querySelector("h2")
         .after(tag("p", `Not compared with ${models[0].title}: ${data.diffs[at - 1].refusal}.`, "refusal"));
   });
-  document.querySelector(".hint p").append(tag("span", " With o, from stack to overlay to diff."));
+  document.querySelector(".hint p").append(tag("span", " With o, from stack to diff and back."));
   setView(data.view);
 }

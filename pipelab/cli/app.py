@@ -44,6 +44,7 @@ from pipelab.cli.options import (
     Targets,
     Times,
     TransportWord,
+    Width,
     grouped,
     untimed,
 )
@@ -189,9 +190,7 @@ def draw(
             help="html svg png pdf json txt; csv: the plan, with --order its transfers; with --graph: dot svg png pdf",
         ),
     ] = None,
-    width: Annotated[
-        str | None, typer.Option("--width", help="of a figure: inches, or column (3.25), page (6.75), beamer")
-    ] = None,
+    width: Width = None,
     graph: Annotated[bool, typer.Option("--graph", help="draw the dependency graph instead of the timeline")] = False,
 ) -> None:
     """Draw a schedule, or write its plan.
@@ -260,6 +259,7 @@ def compare(
     other: Annotated[
         Path | None, typer.Option("--with", help="another simulator's .json of the same plan: what differs first")
     ] = None,
+    width: Width = None,
 ) -> None:
     """Show schedules side by side, or why one takes longer.
 
@@ -277,6 +277,8 @@ def compare(
         raise UsageError(f"--with needs one plan, and one number of micro-batches: pipelab compare PLAN --with {other}")
     if bound and several:
         raise UsageError("--bound needs one number of micro-batches: leave out --bound, or all numbers but one")
+    if width is not None and (diff or several or not save):
+        raise UsageError(f"--width {width}: only figures have one: pipelab compare … --width {width} --save x.pdf")
     require_writable(save, TABLE if several else DIFF if diff else COMPARISON)
     if several:
         print_and_save(_over_counts(targets, counts, sizes, times), save)
@@ -291,7 +293,7 @@ def compare(
     if diff:
         print_and_save(pipelab.diff(traces[0], traces[1], names=targets), save)
     else:
-        print_and_save(pipelab.compare(*traces, bound=bound, names=targets), save)
+        print_and_save(pipelab.compare(*traces, bound=bound, names=targets), save, width)
 
 
 def _theirs(path: Path, ours: Trace, *, scaled: bool) -> Trace:

@@ -44,6 +44,9 @@ Save = Annotated[
 SaveComparison = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="a file to write: html svg png pdf txt csv md; repeatable")
 ]
+Width = Annotated[
+    str | None, typer.Option("--width", help="of a figure: inches, or column (3.25), page (6.75), beamer")
+]
 SaveFaults = Annotated[
     list[Path] | None, typer.Option("--save", "-o", help="a picture of the faults: html svg png pdf txt; repeatable")
 ]

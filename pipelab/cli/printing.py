@@ -80,8 +80,7 @@ def echo(shown: str, error: bool = False) -> None:
 def save_timeline(trace: Trace, path: Path, times: Times, width: str | None = None) -> Path:
     """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the options order them."""
     if path.suffix.lower() != ".csv" or path.name.lower().endswith(".events.csv"):
-        inches = width is not None and width.replace(".", "", 1).isdecimal()
-        return draw.save(draw.TRACE, trace, path, float(width) if width and inches else width)
+        return draw.save(draw.TRACE, trace, path, width)
     if (times.order, times.transport) == ("pytorch", "buffered"):
         return trace.plan.to_csv(path)
     return lower(trace.plan, times.cost(), order=times.order, transport=times.transport).to_csv(path)
@@ -102,7 +101,7 @@ def faults_saved(subject: Schedule | Plan, order: Order, transport: Transport, s
         raise
 
 
-def print_and_save(shown: Comparison | Diff | Table, save: list[Path] | None) -> None:
+def print_and_save(shown: Comparison | Diff | Table, save: list[Path] | None, width: str | None = None) -> None:
     """Print a comparison or a table, and write it to files."""
     if isinstance(shown, (Diff, Table)):
         lines = shown.text(_width()) if isinstance(shown, Table) else differences.text(shown, _width())
@@ -110,7 +109,7 @@ def print_and_save(shown: Comparison | Diff | Table, save: list[Path] | None) ->
     else:
         echo(text.comparison(shown))
     for path in save or []:
-        wrote(shown.save(path))
+        wrote(draw.save(draw.COMPARISON, shown, path, width) if width else shown.save(path))
 
 
 def say(sentence: str) -> None:

@@ -14,7 +14,7 @@ from pipelab.trace.ledger import WORDS
 from pipelab.trace.waits import Half, half
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
@@ -64,12 +64,15 @@ class Gap:
 class Lanes:
     """The bars of a trace, made only for the drawn part."""
 
-    def __init__(self, trace: Trace) -> None:
-        """Find out whether a rank has several stages: then labels name the stage."""
-        self.trace = trace
+    def __init__(
+        self, trace: Trace, own: Mapping[Kind, str] | None = None, label: Callable[[Action], str] | None = None
+    ) -> None:
+        """Find out whether a rank has several stages: then labels name the stage. Looks may be one's own."""
+        self.trace, self.own, self.label = trace, own or {}, label
         stage = trace.plan.bound.codes.stage
         stages = [sorted({stage[code] for code in row}) for row in trace.plan.bound.computing]
-        self.names_stages = any(len(each) > 1 for each in stages)
+        self.most_stages = max(map(len, stages), default=0)
+        self.names_stages = self.most_stages > 1
         self._chunks = [{each: at for at, each in enumerate(row)} for row in stages]
         self.strips = list(dict.fromkeys(strip(event.action) for event in trace.moves))
         self._labels: dict[int, tuple[Action, str]] = {}
@@ -90,7 +93,8 @@ class Lanes:
         row, starts, ends = trace.plan.bound.computing[rank], trace.starts[rank], trace.ends[rank]
         for index in range(first, len(row) if last is None else last):
             action, label = self._named(row[index])
-            colour = colours.of(action, self._chunks[rank][trace.plan.bound.codes.stage[row[index]]])
+            chunk = self._chunks[rank][trace.plan.bound.codes.stage[row[index]]]
+            colour = self.own.get(action.kind) or colours.of(action, chunk)
             yield Bar(action, label, colour, starts[index] - begin, ends[index] - begin, half(trace, rank, index))
 
     def moves(self, rank: int, strip_of: str) -> Iterator[Bar]:
@@ -98,7 +102,8 @@ class Lanes:
         for event in self.trace.moves:
             if event.rank == rank and strip(event.action) == strip_of:
                 times = event.start - self.trace.start, event.end - self.trace.start
-                yield Bar(event.action, str(event.action), colours.of(event.action), *times, "whole")
+                colour = self.own.get(event.action.kind) or colours.of(event.action)
+                yield Bar(event.action, str(event.action), colour, *times, "whole")
 
     def gaps(self, rank: int) -> list[Gap]:
         """Return the idle times of one rank, in order."""
@@ -175,7 +180,7 @@ class Lanes:
         if code not in self._labels:
             action = self.trace.plan.bound.codes.action(code)
             named = action if self.names_stages else Action(action.kind, action.microbatch)
-            self._labels[code] = (action, str(named))
+            self._labels[code] = (action, self.label(action) if self.label else str(named))
         return self._labels[code]
 
 

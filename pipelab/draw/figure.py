@@ -7,6 +7,8 @@ import re
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipelab import files
@@ -16,7 +18,7 @@ from pipelab.errors import UsageError, clean
 from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, Action, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 
+    Colours = Mapping[Kind, str]
+
 # ── Labels: which fit into the bars, and at which size ────────────────────────────────────────────────────────────────
 
-_SIZES = (9.0, 8.0, 7.0, 6.0, 5.0)
-"""The type sizes to try, in points; smaller ones are illegible."""
+_SIZES, _WHOLE = (9.0, 8.0, 7.0, 6.0, 5.0), 7.0
+"""The type sizes to try, in points, and the least for a whole label: below it, bars have their numbers alone."""
 _AIR = 2.0
 """The least difference between a bar's width and its label's, in points."""
 
@@ -48,9 +52,18 @@ class Label:
 
 def points(ax: Axes) -> float:
     """Return the width of some axes in points."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    return float(ax.get_window_extent().width / figure.dpi * 72)
+    return float(ax.get_window_extent().width / owner(ax).dpi * 72)
+
+
+def _small(ax: Axes) -> bool:
+    """Return whether some axes are narrower than 5 inches: then they have 7 points of type, and one line of title."""
+    return points(ax) < _SMALL
+
+
+def _lane(ax: Axes) -> float:
+    """Return the height of a lane in points."""
+    high = ax.get_window_extent().height / owner(ax).dpi * 72
+    return float(high / max(abs(ax.get_ylim()[0] - ax.get_ylim()[1]), 1))
 
 
 def inches(lanes: Lanes) -> float:
@@ -62,47 +75,43 @@ def inches(lanes: Lanes) -> float:
     return wanted * lanes.span / 72
 
 
-def fitting(lanes: Lanes, bars: Iterable[tuple[int, Bar]], ax: Axes) -> Iterator[Label]:
+def fitting(lanes: Lanes, bars: Sequence[tuple[int, Bar]], ax: Axes) -> Iterator[Label]:
     """Yield the labels that fit their bars.
 
     All have one size: the largest at which the usual actions of every kind have room for theirs. If there is none,
-    labels lose the letter, which the colour shows too, and keep the micro-batch. Labels that still do not fit are left
-    out.
+    labels lose what the colour shows too, the letter and which of two stages, and keep the micro-batch. Labels that
+    still do not fit are left out.
     """
     if not lanes.span:
         return
-    figure = ax.get_figure(root=True)
-    assert figure is not None
     first, last = ax.get_xlim()
     scale = points(ax) / abs(last - first)  # points per unit of time
     typical = _typical(lanes)
     room = {kind: time * scale - _AIR for kind, time in typical.items()}
     full = {kind: text_width(_widest(lanes, kind)) for kind in typical}
-    lane = ax.get_window_extent().height / figure.dpi * 72 / max(lanes.trace.ranks, 1)
+    if lanes.label:
+        full |= {bar.action.kind: max(map(text_width, {each.label for _, each in bars})) for _, bar in bars}
+    lane = _lane(ax)
     sizes = [size for size in _SIZES if size * 1.1 < lane]
     if not sizes:
         return
-    size = next((each for each in sizes if all(full[kind] * each <= room[kind] for kind in typical)), None)
-    # Without letter and stage, 2F0 and 6F0 on one rank would be the same.
-    short = size is None and not lanes.names_stages
-    if size is None:
-        number = text_width("0" * len(str(lanes.trace.plan.microbatches - 1)))
-        least = min(room.values(), default=0.0) + _AIR / 2
-        size = next((each for each in sizes if short and number * each <= least), sizes[-1])
+    whole = [size for size in sizes if size >= _WHOLE and all(full[kind] * size <= room[kind] for kind in typical)]
+    short = not whole and lanes.most_stages <= 2 and not lanes.label
+    number = text_width("0" * len(str(lanes.trace.plan.microbatches - 1)))
+    least = min(room.values(), default=0.0) + _AIR / 2
+    numbers = [size for size in sizes if short and number * size <= least]
+    size = [*whole, *numbers, sizes[-1] if short else _WHOLE][0]
     for rank, bar in bars:
         text = str(bar.action.microbatch) if short and bar.action.microbatch is not None else bar.label
-        fits = text_width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale
+        fits = text_width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale and size * 1.1 < lane
         if fits and (bar.half == "whole" or size * 2.2 < lane):
             yield Label(rank, bar, text, size)
 
 
 def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
     """Yield the idle times that have room for words: the gap, the words, and their size."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
     first, last = ax.get_xlim()
-    lane = ax.get_window_extent().height / figure.dpi * 72 / max(abs(ax.get_ylim()[0] - ax.get_ylim()[1]), 1)
-    size = next((each for each in _SIZES[1:] if each * 1.1 < lane), 0.0)
+    size = next((each for each in _SIZES[2 if _small(ax) else 1 :] if each * 1.1 < _lane(ax)), 0.0)
     for gap in gaps if size else ():
         room = (gap.end - gap.start) * points(ax) / abs(last - first) - 2 * _AIR
         if words := next((each for each in gap.words if text_width(each) * size <= room), None):
@@ -132,7 +141,8 @@ def _letter(letter: str) -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    width, _, _ = text_to_path.get_text_width_height_descent(letter, FontProperties(size=100), ismath=False)
+    with warnings.catch_warnings(action="ignore"):  # a letter that the font lacks is a box
+        width, _, _ = text_to_path.get_text_width_height_descent(letter, FontProperties(size=100), ismath=False)
     return float(width) / 100
 
 
@@ -188,26 +198,35 @@ def height(ranks: int) -> float:
     return min(ranks * min(max(4.8 / max(ranks, 1), 0.15), 0.36), 12.0)
 
 
-def draw(trace: Trace, ax: Axes, name: str, until: float) -> None:
-    """Draw the lanes, bars, labels and axis of one trace; the axis ends at `until`."""
-    lanes = Lanes(trace)
-    ax.set_ylim(trace.ranks - 0.5, -0.5)
-    if sum(map(lanes.count, range(trace.ranks))) > _COARSE_FROM:
+def draw(lanes: Lanes, ax: Axes, name: str, until: float) -> None:
+    """Draw the lanes, bars, labels and axis of one trace; the axis ends at `until`, or later if others share it."""
+    trace, lowest, shown = lanes.trace, lanes.trace.ranks - 0.5, ax.get_xlim()[1]
+    until = until or 1
+    if beside := [each for each in ax.get_shared_x_axes().get_siblings(ax) if each is not ax and each.has_data()]:
+        until = max(until, shown)
+        for text in (each for other in beside for each in other.texts):  # what fitted still fits
+            text.set_fontsize(text.get_fontsize() * shown / until)
+    if [each for each in ax.get_shared_y_axes().get_siblings(ax) if each is not ax and each.has_data()]:
+        lowest = max(lowest, ax.get_ylim()[0])
+    ax.set(xlim=(0, until), ylim=(lowest, -0.5))
+    if coarse(trace):
         _boxes([(0, rank, trace.makespan) for rank in range(trace.ranks)], colours.REST, "", ax)
         for rank in range(trace.ranks):
             extent = (0.0, trace.makespan, rank + _BAR / 2, rank - _BAR / 2)
             pixels = strip(lanes, rank, _PIXELS)
             ax.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest", zorder=1)
-        # Pictures set the limits to their own.
-        ax.set_ylim(trace.ranks - 0.5, -0.5)
-        ax.set_xlim(0, until or 1)
+        ax.set(xlim=(0, until), ylim=(lowest, -0.5))  # pictures set the limits to their own
         _axis(trace, ax, name, "; actions thinner than a pixel are shown mixed")
     else:
-        ax.set_xlim(0, until or 1)
         _idle(lanes, ax)
         _bars(lanes, ax)
         _arrow(lanes, ax)
         _axis(trace, ax, name)
+
+
+def coarse(trace: Trace) -> bool:
+    """Return whether a trace is drawn as rows of pixels."""
+    return sum(map(len, trace.plan.bound.computing)) > _COARSE_FROM
 
 
 def _bars(lanes: Lanes, ax: Axes) -> None:
@@ -309,92 +328,136 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
     """Write the title, the ranks and the time axis."""
     from matplotlib.ticker import MaxNLocator
 
-    if len(name) > 100:
-        name = _without_middle(name)
-    ax.set_title(f"{name}\n{wording.figures(trace)}", loc="left", fontsize=10, linespacing=1.4, parse_math=False)
-    ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False)
-    if trace.ranks <= 40:
-        size = 10 if height(trace.ranks) / trace.ranks >= 0.2 else 7
-        ax.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)], fontsize=size)
+    small = _small(ax)
+    size = 7 if small else 10
+    if name:
+        lines = [_cut(name, points(ax) / 8, by=", ")] if small else [name, wording.figures(trace)]
+        title = "\n".join(_cut(line, points(ax) / (8 if small else 10)) for line in lines)
+        ax.set_title(title, loc="left", fontsize=8 if small else 10, linespacing=1.4, parse_math=False, pad=4)
+    if ax.xaxis.get_tick_params().get("labelbottom", True):
+        ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False, fontsize=size)
+    if _lane(ax) > 8:
+        names = [f"rank {rank}" for rank in range(trace.ranks)]
+        ax.set_yticks(range(trace.ranks), names, fontsize=size if _lane(ax) > 14 else 7)
     else:
         ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.set_ylabel("rank")
+        ax.set_ylabel("rank", fontsize=size)
+    ax.tick_params(axis="x", labelsize=size)
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "left", "right"]].set_visible(False)
 
 
-def _without_middle(name: str) -> str:
+def _cut(text: str, room: float, by: str = "") -> str:
+    """Return a text that fits a room: without its last parts, or else without its middle."""
+    while by in text[1:] and by and text_width(text) > room:
+        text = text.rpartition(by)[0]
+    shown, letters = text, min(len(text), 100)
+    while text_width(shown) > room and letters > 8:
+        letters -= 1
+        shown = _without_middle(text, letters)
+    return shown
+
+
+def _without_middle(name: str, letters: int) -> str:
     """Return the start and the end of a long name, cut between words if these are short."""
-    start, end = name[:70], name[-27:]
-    if " " in start[50:]:
+    start, end = name[: 7 * letters // 10], name[-(27 * letters // 100) :]
+    if " " in start[5 * letters // 10 :]:
         start = start[: start.rindex(" ")]
-    if " " in end[:13]:
+    if " " in end[: 13 * letters // 100]:
         end = end[end.index(" ") + 1 :]
     return f"{start} … {end}"
 
 
-def _entries(traces: Sequence[Trace], width: float) -> tuple[list[Patch], int]:
-    """Return the entries of a legend, and how many of them fit side by side into so many inches."""
+def _entries(traces: Sequence[Trace], own: Colours) -> list[Patch]:
+    """Return the entries of a legend: what is drawn."""
     from matplotlib.patches import Patch
 
     there = {kind for trace in traces for kind in trace.plan.bound.kinds}
     there |= {event.action.kind for trace in traces for event in trace.moves}
     patches = [
-        Patch(facecolor=colours.PALETTE[kind][0], label=f"{kind} {Action(kind).word}")
+        Patch(facecolor=own.get(kind, colours.PALETTE[kind][0]), label=f"{kind} {Action(kind).word}")
         for kind in EVERY_KIND
         if kind in there
     ]
-    for label, ground in (("waits", colours.WAIT), ("not begun, or done", colours.REST)):
-        hatch = "" if ground is colours.WAIT else "//"
-        patches.append(Patch(facecolor=ground.paper, edgecolor=ground.border, linewidth=0.5, hatch=hatch, label=label))
-    widest = max(text_width(str(patch.get_label())) for patch in patches) + 3  # with the swatch and the space
-    return patches, max(1, min(len(patches), int(72 * width / (9 * widest))))
+    reasons = {idle.reason for trace in traces if not coarse(trace) for idle in trace.idle}
+    waits, rest = colours.WAIT, colours.REST
+    for label, ground, hatch, drawn in (
+        ("waits", waits, "", any(colours.ground(reason) is waits for reason in reasons)),
+        ("transfer", waits, 2 * colours.HATCHES["transfer"], "transfer" in reasons),
+        ("not begun, or done", rest, "//", not reasons.isdisjoint(("fill", "drain"))),
+        ("idle", rest, "", any(map(coarse, traces))),
+    ):
+        if drawn:
+            swatch = Patch(facecolor=ground.paper, edgecolor=ground.border, linewidth=0.5, hatch=hatch, label=label)
+            patches.append(swatch)
+    return patches
 
 
-def legend(traces: Sequence[Trace], ax: Axes) -> None:
-    """Draw the legend of the colours used, below the axis on the right."""
+def _columns(patches: Sequence[Patch], room: float, size: float) -> tuple[int, float]:
+    """Return how many columns a legend may have in so many points, and how wide it then is."""
+    widths = [(text_width(str(patch.get_label())) + 1.9) * size for patch in patches]
+    for columns in range(len(widths), 0, -1):
+        high, more = divmod(len(widths), columns)
+        ends = [at * high + min(at, more) for at in range(columns + 1)]
+        wide = sum(max(widths[start:end]) for start, end in pairwise(ends))
+        if wide <= room:
+            break
+    return columns, wide
+
+
+def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False) -> None:
+    """Draw the legend of what is drawn: beside the axis's name, or else below it, which is outside given axes."""
     from matplotlib.transforms import ScaledTranslation
 
-    narrow = owner(ax).get_figwidth() < _NARROW  # then the legend does not fit beside the axis's name
-    patches, columns = _entries(traces, owner(ax).get_figwidth())
-    below = ScaledTranslation(_RIGHT / 2 if narrow else 0, (-36 if narrow else -20) / 72, owner(ax).dpi_scale_trans)
-    ax.legend(
+    small, patches = _small(ax), _entries(traces, own)
+    size = 7 if small else 9
+    name = text_width(ax.get_xlabel()) * (7 if small else 10) + 12
+    beside = _columns(patches, inf, size)[1] + name <= points(ax)
+    columns, _ = _columns(patches, 72 * owner(ax).get_figwidth() - _AIR, size)
+    down = (20 if not small else 16) if beside else (36 if not small else 29)
+    below = ScaledTranslation(0 if beside else _EDGES[small][1] - 0.02, -down / 72, owner(ax).dpi_scale_trans)
+    made = ax.legend(
         handles=patches,
         loc="upper right",
         bbox_to_anchor=(1, 0),
         bbox_transform=ax.transAxes + below,
-        ncols=columns if narrow else len(patches),
+        ncols=len(patches) if beside else columns,
         frameon=False,
         borderaxespad=0,
-        columnspacing=1.2,
-        handlelength=1.2,
-        handletextpad=0.5,
-        fontsize=9,
+        borderpad=0,
+        columnspacing=0.7,
+        handlelength=0.85,
+        handletextpad=0.35,
+        labelspacing=0.25,
+        fontsize=size,
     )
+    made.set_visible(not given or (beside and bool(ax.get_xlabel())))
 
 
-_LEFT, _RIGHT, _TITLE, _AXIS = 0.75, 0.3, 0.55, 0.62
-"""The margins of one timeline, in inches: rank names, nothing, two lines of title, axis and legend."""
-_NARROWEST, _WIDEST = 8.0, 14.0
-"""How many inches the time may take."""
-_NARROW = 7.5
-"""Figures of fewer inches have the legend below the axis's name, in as many rows as it needs."""
-
+_EDGES = {False: (0.75, 0.3, 0.55, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
+"""The margins of a timeline in inches, and of a small one: rank names, nothing, the title, and axis and legend."""
+_NARROWEST, _WIDEST, _SMALL = 8.0, 14.0, 360.0
+"""How many inches the time may take, and below how many points axes are small."""
 
 WIDTHS = {"beamer": 5.04, "column": 3.25, "page": 6.75}
 """Names of widths in inches: the text of a LaTeX beamer slide, and a column and a page of two columns of a paper."""
 
 
-def plot(trace: Trace, ax: Axes | None = None, width: float | str | None = None) -> Axes:
+def plot(
+    trace: Trace,
+    ax: Axes | None = None,
+    width: float | str | None = None,
+    own: Colours | None = None,
+    label: Callable[[Action], str] | None = None,
+) -> Axes:
     """Draw a trace: rank 0 on top, time from left to right, idle time hatched."""
+    given, own = ax is not None, own or {}
     if ax is None:
-        ax = _figure([trace], same_axis=False, width=_inches(width))[1][0]
+        ax = _figure([trace], same_axis=False, width=_inches(width), own=own)[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
-    draw(trace, ax, name, trace.makespan)
+    draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan)
     owner(ax).set_label(f"{name}\n{wording.figures(trace)}")
-    if width is not None:
-        ax.set_title("", loc="left")
-    legend([trace], ax)
+    legend([trace], ax, own, given)
     return ax
 
 
@@ -402,24 +465,30 @@ def _inches(width: float | str | None) -> float | None:
     """Return a width in inches."""
     if width is None:
         return None
-    found = WIDTHS.get(width) if isinstance(width, str) else width
-    if not isinstance(found, (int, float)) or not 2 <= found <= 40:
+    try:
+        found = float(WIDTHS.get(str(width), width))
+    except (TypeError, ValueError):
+        found = 0.0
+    if not 2 <= found <= 40:
         raise UsageError(f"width={width!r}: expected 2 to 40 inches, or {', '.join(map(repr, WIDTHS))}")
-    return float(found)
+    return found
 
 
-def plot_comparison(comparison: Comparison) -> Figure:
+def plot_comparison(
+    comparison: Comparison,
+    width: float | str | None = None,
+    own: Colours | None = None,
+    label: Callable[[Action], str] | None = None,
+) -> Figure:
     """Draw traces one above the other, on one time axis if their units agree."""
-    figure, axes = _figure(comparison.traces, same_axis=comparison.shares_axis)
+    own = own or {}
+    figure, axes = _figure(comparison.traces, comparison.shares_axis, _inches(width), own)
     longest = max(trace.makespan for trace in comparison.traces)
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
         until = longest if comparison.shares_axis else trace.makespan
-        draw(trace, ax, wording.called(name), until)
+        draw(Lanes(trace, own, label), ax, wording.called(name), until)
     figure.set_label(f"Comparison of {', '.join(map(wording.called, comparison.names))}")
-    if comparison.shares_axis:
-        for ax in axes[:-1]:
-            ax.set_xlabel("")
-    legend(comparison.traces, axes[-1])
+    legend(comparison.traces, axes[-1], own)
     return figure
 
 
@@ -489,27 +558,31 @@ def _smaller_tag(tag: re.Match[str]) -> str:
     return re.sub(_FONTS, "", found)
 
 
-def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None = None) -> tuple[Figure, list[Axes]]:
-    """Return a figure with one pair of axes per trace, as wide as the labels need and as high as the ranks."""
+def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None, own: Colours) -> tuple[Figure, list[Axes]]:
+    """Return a figure with one pair of axes per trace, as wide as the labels need and as high as the ranks.
+
+    On one axis, the last has the numbers.
+    """
     from matplotlib.figure import Figure
 
     wide = min(max(*(inches(Lanes(trace)) for trace in traces), _NARROWEST), _WIDEST)
-    title = _TITLE
+    small = width is not None and 72 * (width - sum(_EDGES[False][:2])) < _SMALL
+    left, right, title, axis = _EDGES[small]
+    lanes = [height(trace.ranks) * (0.6 if small and len(traces) > 1 else 1) for trace in traces]
     if width is not None:
-        wide, title = width - _LEFT - _RIGHT, 0.1
-    lanes = [height(trace.ranks) for trace in traces]
-    high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * _AXIS
-    if width is not None and width < _NARROW:  # the legend is below the axis's name
-        patches, columns = _entries(traces, width)
-        high += 0.2 * -(-len(patches) // columns)
+        wide, title = width - left - right, title if len(traces) > 1 else 0.1
+        columns, _ = _columns(patches := _entries(traces, own), 72 * width - _AIR, 7 if small else 9)
+        axis += (0.14 if small else 0.18) * -(-len(patches) // columns)
+    high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * axis
     if same_axis:
-        high += (len(traces) - 1) * 0.3  # tick labels between two timelines
-    figure = Figure(figsize=(_LEFT + wide + _RIGHT, high))
+        high += (len(traces) - 1) * 0.1
+    figure = Figure(figsize=(left + wide + right, high))
     axes: list[Axes] = []
     top = high
-    for each in lanes:
+    for at, each in enumerate(lanes):
         top -= title + each
-        box = (_LEFT / (_LEFT + wide + _RIGHT), top / high, wide / (_LEFT + wide + _RIGHT), each / high)
+        box = (left / (left + wide + right), top / high, wide / (left + wide + right), each / high)
         axes.append(figure.add_axes(box, sharex=axes[0] if axes and same_axis else None))
-        top -= 0.3 if same_axis else _AXIS
+        axes[-1].tick_params(labelbottom=not same_axis or at == len(lanes) - 1)
+        top -= 0.1 if same_axis else axis
     return figure, axes

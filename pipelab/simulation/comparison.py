@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pipelab.checking.checker import ScheduleLike
 from pipelab.display import show
 from pipelab.errors import CostError, UsageError, counted
-from pipelab.plan.actions import TRAITS
+from pipelab.plan.actions import TRAITS, Action, Kind
 from pipelab.plan.fault import shorten
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Order, Transport
@@ -74,20 +74,30 @@ class Comparison:
         """Whether all traces have the same unit, so that they are drawn on one axis."""
         return len({trace.unit for trace in self.traces}) == 1
 
-    def plot(self) -> Figure:
-        """Draw the timelines with matplotlib, one above the other; return the figure."""
-        return show(self, "figure")
+    def plot(
+        self,
+        *,
+        width: float | Literal["beamer", "column", "page"] | None = None,
+        colours: Mapping[Kind, str] | None = None,
+        label: Callable[[Action], str] | None = None,
+    ) -> Figure:
+        """Draw the timelines with matplotlib, one above the other; return the figure. See `Trace.plot`."""
+        return show(self, "figure", width, colours, label)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(
+        self, path: str | os.PathLike[str], *, width: float | Literal["beamer", "column", "page"] | None = None
+    ) -> Path:
         """Write the comparison; the suffix is the format. Return the path.
 
         `html`, `svg`, `png`, `pdf` and `txt` hold table and timelines. `md` holds the table as readers see it. `csv`
-        has all values of `rows` in full: one line per trace, and blanks between the figures of a cell.
+        has all values of `rows` in full: one line per trace, and blanks between the figures of a cell. The `width` of a
+        figure is as in `Trace.save`.
 
         Raises:
             FormatError: if the suffix is another one.
+            UsageError: if the width is not from 2 to 40 inches, or if the format has no width.
         """
-        return show(self, "save", path)
+        return show(self, "save", path, width)
 
     def __str__(self) -> str:
         """Return the table and the timelines as text, without colour."""

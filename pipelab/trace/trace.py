@@ -6,7 +6,7 @@ A simulated and a measured trace are the same type, so drawing, measuring and gr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -24,6 +24,8 @@ from pipelab.trace.waits import critical_path, crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from pipelab.plan.actions import Action, Kind
 
 
 def _no_time(value: int) -> float:  # noqa: ARG001 - as every `delay`
@@ -365,9 +367,23 @@ class Trace:
         """
         return cls(**read(data))
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the trace with matplotlib, on `ax` or on a new figure; return the axes."""
-        return show(self, "axes", ax)
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        width: float | Literal["beamer", "column", "page"] | None = None,
+        colours: Mapping[Kind, str] | None = None,
+        label: Callable[[Action], str] | None = None,
+    ) -> Axes:
+        """Draw the trace with matplotlib, on `ax` or on a new figure; return the axes.
+
+        Args:
+            ax: where to draw. A legend that does not fit into its axes is hidden: `ax.get_legend()` has its entries.
+            width: of a new figure, as in `save`.
+            colours: for each kind that has another colour than ours, its colour as `"#rrggbb"`: `{"F": "#4477aa"}`.
+            label: what to write into an action's bar.
+        """
+        return show(self, "axes", ax, width, colours, label)
 
     def show(self) -> None:
         """Show the trace: in a notebook as a figure, elsewhere in the web browser."""

@@ -291,6 +291,16 @@ def test_a_width_without_a_figure_is_refused(refused, folder, others):
     assert not list(Path().glob("x.*"))
 
 
+@pytest.mark.parametrize("others", ["", "--diff -o x.pdf", "-m 2,4 -o x.csv", "-o x.html"])
+def test_a_width_of_a_comparison_without_a_figure_is_refused(refused, folder, others):
+    assert "only figures have one" in refused("compare", "gpipe", "1f1b", "--width", "column", *others.split())
+
+
+def test_a_comparison_is_as_wide_as_a_papers_column(succeeds, folder):
+    succeeds("compare", "gpipe", "1f1b", "--width", "column", "-o", "x.svg")
+    assert 'width="234pt"' in Path("x.svg").read_text(encoding="utf-8")  # 3.25 inches
+
+
 def test_megatron_prints_what_the_page_shows(succeeds):
     page = (Path(__file__).parents[2] / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
     command, table = re.search(r"\$ pipelab (megatron .*)\n((?:.+\n)+?)```", page).groups()

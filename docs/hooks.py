@@ -18,6 +18,7 @@ import linecache
 import os
 import re
 import runpy
+import shutil
 import tomllib
 from itertools import groupby
 from operator import itemgetter
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
 
 mpl.use("agg")
 log = get_plugin_logger(__name__)
@@ -63,6 +65,8 @@ LIVE = {Trace: page, Comparison: comparison_page}
 """What tutorials show as a page in a frame."""
 LIGHTS = r"\[([^]]+)\]\(#([sl]=[^)]+)\)"
 """A link to what is in the last frame."""
+BOOSTS = {"Learn": 10, "Teach": 0.01}
+"""How much more a part of the site counts in its search; a word in a title counts 1000 times as much as in a text."""
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(os.environ.get("TUTORIALS", ROOT / "build" / "tutorials"))
 """Where what tutorials print and draw is kept."""
@@ -78,6 +82,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"<!-- (minutes|before) (\w+) -->", lambda place: needed(place[2])[place[1]], markdown)
     markdown = markdown.replace("<!-- challenges -->", PYODIDE["challenges"]("../playground/"))
     return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Let the search find what learners read before what teachers read."""
+    if page.ancestors and (boost := BOOSTS.get(page.ancestors[-1].title)):
+        page.meta.setdefault("search", {"boost": boost})
+    return html
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Remove what no reader of this site loads: the theme's source maps, and its word cutters for other languages."""
+    assets = Path(config.site_dir, "assets")
+    for path in assets.rglob("*.map"):
+        path.unlink()
+    shutil.rmtree(assets / "javascripts" / "lunr", ignore_errors=True)
 
 
 def needed(tutorial: str) -> re.Match[str]:

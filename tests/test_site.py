@@ -240,6 +240,21 @@ def test_home_is_light_and_its_frame_is_as_dark_as_the_site(browser: Any, site: 
     assert visit.wrong == []
 
 
+def test_the_search_finds_what_learners_read_before_what_teachers_read(browser: Any, site: str) -> None:
+    visit = Visit(browser, site, 1280, 720)
+    for word, first in (("bubble", "tutorials/"), ("deadlock", "tutorials/"), ("draw", "reference/drawing/")):
+        visit.open("")
+        visit.tab.locator("input.md-search__input").fill(word)
+        link = visit.tab.locator(".md-search-result__link").first
+        link.wait_for()
+        assert (link.get_attribute("href") or "").removeprefix(site).startswith(first), word
+    assert visit.wrong == []
+
+
+def test_no_file_is_there_that_no_reader_loads() -> None:
+    assert [path for path in built().rglob("*") if path.suffix == ".map" or path.name == "wordcut.js"] == []
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
 def test_axe_finds_nothing_serious(browser: Any, site: str, width: int, scheme: str) -> None:
     axe = ROOT / "build" / "pyodide" / "node_modules" / "axe-core" / "axe.min.js"

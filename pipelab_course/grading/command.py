@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json as notation
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -44,6 +47,32 @@ _Tables = Annotated[
 ]
 
 
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for each in context.command.params:
+            each.hidden = False  # type: ignore[attr-defined]  # of an option
+        echo(context.get_help())
+        raise typer.Exit
+
+
+def _short(command: Callable[..., None]) -> Callable[..., None]:
+    """Leave all options but students' out of `--help`; `--help-all` shows them."""
+    signature = inspect.signature(command)
+    for name, each in signature.parameters.items():
+        kind, option = get_args(each.annotation)
+        hidden = copy(option)  # other commands have it too
+        hidden.hidden = name not in _STUDENTS
+        command.__annotations__[name] = Annotated[kind, hidden]
+    given = [each.replace(annotation=command.__annotations__[each.name]) for each in signature.parameters.values()]
+    command.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # what typer reads
+    return command
+
+
+_STUDENTS = ("targets", "variant", "par", "ranks", "microbatches", "json", "all_options")
+"""The arguments and options that help shows to students."""
+
+
+@_short
 @grouped
 def grade_command(
     times: Times,
@@ -51,8 +80,8 @@ def grade_command(
         list[str] | None,
         typer.Argument(
             metavar=f"[{'|'.join(HOMEWORKS)}] TARGET",
-            help="a homework's file, my_file.py:MySchedule, or a folder of submissions; the homework's name may be "
-            "left out for hw4, and for a file with its usual name. Without a target: the points, with reasons",
+            help="a homework's file, my_file.py:MySchedule, or a folder of submissions. The function or class "
+            "says which homework it is; name it if there is a doubt. With its name alone: the points, with reasons",
             show_default=False,
         ),
     ] = None,
@@ -75,6 +104,9 @@ def grade_command(
     gradescope: _Gradescope = None,
     classroom50: _Classroom = None,
     save: _Tables = None,
+    all_options: Annotated[  # noqa: ARG001 - its callback acts
+        bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="show teachers' options too")
+    ] = False,
 ) -> None:
     """Grade a homework, or a schedule against its pars.
 
@@ -87,9 +119,9 @@ def grade_command(
     grades: list[Grade] = []
     try:
         out.require_writable()
-        homework, target = _named(targets or [])
-        where, name = _split(target)
         pars = settings(par or [], "--par")
+        homework, target = _named(targets or [], bool(pars))
+        where, name = _split(target)
         schedule, cost = name if par or name else None, asdict(times.cost())
         points = files.read_data(marks, "a file of points", toml=True).get(homework) if marks else {}
         if not isinstance(points, dict):
@@ -200,8 +232,8 @@ def _untargeted(assignment: Assignment, limits: Limits, name: str, gradescope: P
         raise UsageError("name a file, such as pipelab grade pipeline_homework.py")
 
 
-def _named(targets: Sequence[str]) -> tuple[str, str | None]:
-    """Return the homework and the target that are named; the file's name may say which homework it is.
+def _named(targets: Sequence[str], schedule: bool = False) -> tuple[str, str | None]:
+    """Return the homework and the target that are named; a file's name or what it defines may say which homework it is.
 
     Example:
         >>> _named(["hw4", "handed_in"]), _named(["my.py:Mine"]), _named(["hw4"])
@@ -212,8 +244,28 @@ def _named(targets: Sequence[str]) -> tuple[str, str | None]:
     if len(more) > 1:
         raise UsageError(f"{target} and {more[0]}: grade one file or folder at a time")
     path = Path(target or "")
-    usual = (name for name, each in HOMEWORKS.items() if path.name == each.file or (path / each.file).exists())
-    return next(iter([*named, *usual]), "hw4"), target
+    named += [name for name, each in HOMEWORKS.items() if path.name == each.file or (path / each.file).exists()]
+    if named or schedule or target is None or not path.exists():
+        return (named or ["hw4"])[0], target
+    files = [path] if path.is_file() else [*path.glob("*.py"), *path.glob("*/*.py")]
+    found = {name for each in files for name in _defined(each)}
+    if len(found) != 1 and path.suffix == ".py":
+        what = " and ".join(f"{HOMEWORKS[name].defines} ({name})" for name in HOMEWORKS if name in found)
+        wanted = ", ".join(f"{each.defines} ({name})" for name, each in HOMEWORKS.items())
+        raise UsageError(
+            f"{path} defines {what or f'none of {wanted}'}, so the homework is not clear\n  try: pipelab grade hw3 "
+            f"{path}, with its name; for a schedule, {path}:MySchedule"
+        )
+    return found.pop() if len(found) == 1 else "hw4", target
+
+
+def _defined(path: Path) -> list[str]:
+    """Return the homeworks whose function or class a file defines or imports, without running it."""
+    text = ""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(1 << 20)
+    start = r"^(?:(?:async )?def |class |from\b.*\bimport\b.*\b|import .*\bas )?"
+    return [name for name, each in HOMEWORKS.items() if re.search(rf"{start}{each.defines}\b", text, re.MULTILINE)]
 
 
 def _split(target: str | None) -> tuple[Path | None, str]:

@@ -47,6 +47,7 @@ class Homework:
 
     title: str
     file: str
+    defines: str  # the function or class that is graded
     tasks: Sequence[Task]
     seconds: float = 5.0  # for each submission, if the teacher does not say
     not_reached: int = 0  # percent of its points that a task has if it was not reached

@@ -20,7 +20,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from homework import LAST, MOVE, ROOT, SOLUTION, changed, first
+from homework import LAST, MOVE, ROOT, SOLUTION, changed, first, solution_of
 
 import pipelab
 from pipelab.errors import NO_TORCH, UsageError
@@ -87,6 +87,37 @@ def test_what_cannot_be_graded_has_exit_code_2(words, pipelab_command, folder):
     (folder / "notebook.ipynb").write_text("{}")
     code, out, err = pipelab_command("grade", *words.split())
     assert (code, out, "could not grade" in err) == (2, "", True)
+
+
+@pytest.mark.parametrize("name", HOMEWORKS)
+def test_a_homework_is_recognised_by_what_it_defines(name, folder):
+    (folder / "p1.py").write_text(solution_of(name))
+    (folder / "all" / "ada").mkdir(parents=True)
+    (folder / "all" / "ada" / "mine.py").write_text(f"from p1 import {HOMEWORKS[name].defines}\n")
+    assert [grading._named([target])[0] for target in ("p1.py", "all")] == [name, name]
+    assert grading._named(["hw4", "p1.py"])[0] == "hw4"
+
+
+def test_a_file_that_may_be_any_homework_or_several_is_not_graded(pipelab_command, folder):
+    (folder / "p1.py").write_text("# SpreadStack\nclass SpredStack: pass\n")
+    (folder / "p2.py").write_text("class SpreadStack: pass\nfrom b import a, run_1F1B_homework as c\n")
+    for name, said in (
+        ("p1.py", "none of benchmark (hw1), SpreadStack (hw3)"),
+        ("p2.py", "SpreadStack (hw3) and run_"),
+    ):
+        code, out, err = pipelab_command("grade", name)
+        assert (code, out) == (2, "")
+        assert said in err
+        assert f"pipelab grade hw3 {name}" in err
+
+
+def test_help_is_short_for_students_and_whole_for_teachers(succeeds):
+    short, whole = succeeds("grade", "--help"), succeeds("grade", "--help-all")
+    assert "--variant" in short
+    assert "--gradescope" not in short
+    assert "--latency" not in short
+    assert "--gradescope" in whole
+    assert "--latency" in succeeds("simulate", "--help")
 
 
 @pytest.mark.parametrize("target", ["a.py", "."])

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,9 +24,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, record
 
 from pipelab.engine.torchrun.supervisor import end_with
+from pipelab.errors import RankError
 from pipelab.plan.fault import ScheduleError, line_of, ranges
 
 _HOST = "127.0.0.1"
@@ -49,18 +51,7 @@ def run_processes(script: str, ranks: int, arguments: Sequence[str]) -> str | No
         except SignalException as stopped:
             processes.close(stopped.sigval)
             raise SystemExit(128 + stopped.sigval) from None
-        return _report(script, ended.failures) if ended and ended.failures else None
-
-
-def _report(script: str, failures: dict[int, ProcessFailure]) -> str:
-    """Return PyTorch's report, and below it what failed first."""
-    report = decisive(failures)
-    if "\nScheduleError: " in report:  # said by all ranks alike: exit codes and times would add nothing
-        return report
-    for failure in failures.values():
-        if (error := _error(failure)) and report.endswith(f"\n{error}"):
-            failure.message = "see below"
-    return f"{str(ChildFailedError(script, failures)).strip()}\n\n{report}"
+        return decisive(ended.failures) if ended and ended.failures else None
 
 
 def _end(processes: PContext, close: Callable[..., None], *how: Any) -> None:
@@ -160,5 +151,12 @@ def _how(code: int) -> str:
 if __name__ == "__main__":
     try:
         run_script()
-    except ScheduleError:  # most often in every process: the launcher prints it once
+    except (ScheduleError, RankError):  # in several processes: the launcher prints it once
         sys.exit(1)
+    except Exception:
+        try:  # one traceback for all processes
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("printed").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(1)  # the launcher ends all processes when the first is over: that one has printed by then
+            sys.exit(1)
+        raise

@@ -120,10 +120,18 @@ def test_launch_repeats_at_the_end_what_failed(tmp_path, end, last):
     script.write_text(f"import os, time\nimport pipelab\nif os.environ['RANK'] != '1':\n    time.sleep(60)\n{end}\n")
     found = processes.launched(2, script)
     assert found.returncode == 1
-    assert found.stderr.endswith(f"\n{last.replace('SCRIPT', str(script))}\n")
+    assert f"\n{found.stderr}".endswith(f"\n{last.replace('SCRIPT', str(script))}\n")
     assert "pipelab: rank 1 " in found.stderr
-    assert "FAILED" in found.stderr  # torchrun's own report stands above
-    assert "elastic_launch(" not in found.stderr  # but not torchrun's own traceback
+    assert "FAILED" not in found.stderr  # nor is there torchrun's own report
+
+
+@pytest.mark.dist
+def test_an_error_of_all_processes_has_one_traceback(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import pipelab\nraise ValueError('odd')\n")
+    found = processes.launched(4, script)
+    assert found.stderr.count("Traceback") == 1, found.stderr
+    assert found.stderr.count("ValueError: odd") == 2  # and in the last lines
 
 
 @pytest.mark.dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -124,7 +125,8 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
         disable=not console.is_terminal,
     )
     try:
-        with bar as progress:
+        with warnings.catch_warnings(), bar as progress:
+            warnings.filterwarnings("ignore", "timings vary")  # the table marks such figures
             task = progress.add_task(what, total=total)
             for row in rows:
                 found.append(row)

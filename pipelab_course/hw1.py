@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pipelab.cli.believing import LEGEND, believable
+from pipelab.cli.believing import BUSY, LEGEND, believable
 from pipelab.draw import wording
 from pipelab.errors import UsageError, counted
 from pipelab.table import Column, Table
@@ -164,8 +164,9 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     if experiment not in _SCALING:
         axes = ("batch", ("step_ms", "rows_per_s")) if experiment == "batch" else ("processes", ["step_ms"])
     curves = {"speed_up": ("amdahl", "ideal")} if experiment in _SCALING else {}
-    marked = any(row["marked"] for row in rows)
-    return Table(shown, columns, axes=axes, curves=curves, notes=[LEGEND, _UNPREDICTED] * marked + _notes(rows, fits))
+    marked = ["step_ms" in row["marked"] for row in rows]
+    legend = [BUSY if all(marked) else LEGEND, _UNPREDICTED] * any(row["marked"] for row in rows)
+    return Table(shown, columns, axes=axes, curves=curves, notes=legend + _notes(rows, fits))
 
 
 def _by_law(fit: Amdahl | None, processes: int) -> dict[str, float | None]:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import Naive
-from pipelab.cli.believing import LEGEND, Watch, believable
+from pipelab.cli.believing import BUSY, LEGEND, Watch, believable
 from pipelab.cli.running import Job, linear_stack
 from pipelab.draw import wording
 from pipelab.engine.pipeline import Pipeline
@@ -253,7 +253,9 @@ def table(rows: Sequence[Row]) -> Table:
     if any(row["allocator_peak_mb"] for row in rows):
         columns.append(Column("allocator_peak_mb", "allocator's peak, MB", _megabytes))
     axes = ("depth" if several else "devices", ("step_time_ms", "most_mb"))
-    notes = [f"{LEGEND} More devices cannot make a step shorter."] * any(row["marked"] for row in rows) + [*_NOTES]
+    marked = [bool(row["marked"]) for row in rows]
+    legend = f"{BUSY if all(marked) else LEGEND} More devices cannot make a step shorter."
+    notes = [legend] * any(marked) + [*_NOTES]
     return Table(
         [{"model": names[row["split"]].format(_devices(row)), **row} for row in rows], columns, axes=axes, notes=notes
     )

@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import Any
 
 from pipelab.catalogue import DelayedBackward, GPipe, Naive, OneFOneB
-from pipelab.cli.believing import LEGEND, believable
+from pipelab.cli.believing import BUSY, LEGEND, believable
 from pipelab.cli.running import Result, make_jobs, run_all
 from pipelab.draw import wording
 from pipelab.engine.stage.batch import row_counts
@@ -46,8 +46,9 @@ WHOLE, ONE_BY_ONE, GPIPE, LOOP, TRUE = METHODS = (
 _KINDS: dict[str, type[Schedule]] = {ONE_BY_ONE: Naive, GPIPE: GPipe, LOOP: DelayedBackward, TRUE: OneFOneB}
 _ALSO_MARKED = (
     "A's times are marked, and all predictions are made from them: run it again on a quiet machine, or with --emulate "
-    "20 40, whose predictions need no measurement."
+    "200 400, whose predictions need no measurement."
 )
+_LONGER = "Emulated devices with long actions need no quiet machine: pipelab lab practical9 --emulate 200 400"
 _CLEARLY = 1.1
 """From this ratio on, two predicted times differ clearly."""
 
@@ -87,22 +88,23 @@ def measurements(
         cost = alone[count]
         if emulate is not None:
             cost = Cost(forward=emulate[0] / count, backward=emulate[1] / count, unit="ms")
-        row = _row(result, simulate(job.plan, cost))
+        row = _row(result, simulate(job.plan, cost), result.others if emulate is None else 0)
         for shown in counts if method == WHOLE else [count]:
             yield {"method": method, "microbatches": shown, "ranks": ranks, **setting, **row}
 
 
-def _row(result: Result, prediction: Trace) -> dict[str, Any]:
+def _row(result: Result, prediction: Trace, others: float) -> dict[str, Any]:
+    """Return a row; `others` is what disturbs it, nothing where the prediction needs no measurement."""
     measured, predicted = _timed(result.measured), _timed(prediction)
     marked = []
     for name, value in measured.items():
         one, other = (sum(each) if isinstance(each, tuple) else each for each in (value, predicted[name]))
-        marked += [] if believable(one, other, result.others) else [name]
+        marked += [] if believable(one, other, others) else [name]
     return {
         **measured,
         **{f"predicted_{name}": value for name, value in predicted.items()},
         "marked": tuple(marked),
-        "others": result.others,
+        "others": others,
         "loss": result.loss,
         "peak_activations": result.measured.peak_activations,
         "peak_share": max(compare(result.measured).rows[0].peak_share),
@@ -138,12 +140,15 @@ def table(rows: Sequence[Row], remarks: Sequence[str] = ()) -> Table:
         Column("peak_activations", "peak activations of each rank", wording.elided),
         Column("peak_share", "peak, share of the batch", lambda share: wording.percents([share])),
     ]
+    busy = bool(rows) and all("step_time_ms" in row["marked"] for row in rows)
+    if busy:  # what can be trusted comes first
+        columns[2:8] = [columns[at] for at in (3, 2, 4, 5, 7, 6)]
     exact = all(row["gradients_exact"] for row in rows)
     off = max((row["whole_batch_difference"] or 0.0 for row in rows), default=0.0)
     alone = [row for row in rows if row["method"] in (WHOLE, ONE_BY_ONE) and not row["emulated"]]
     notes = [
-        *([LEGEND] if any(row["marked"] for row in rows) else []),
-        *([_ALSO_MARKED] if any("step_time_ms" in row["marked"] for row in alone) else []),
+        *([f"{BUSY} {_LONGER}"] if busy else [LEGEND] if any(row["marked"] for row in rows) else []),
+        *([_ALSO_MARKED] if not busy and any("step_time_ms" in row["marked"] for row in alone) else []),
         *remarks,
         "A naive, whole batch: the batch in one piece, measured once. Its 1 activation is of the whole batch; the "
         "other methods' activations are of one micro-batch each.",

@@ -412,7 +412,7 @@ def demo(
 ) -> None:
     """Train a language model with three schedules.
 
-    And plainly, in about a minute.
+    And plainly, in about a minute on a machine that does nothing else.
     """
     from pipelab.cli.showing import show_demo
 

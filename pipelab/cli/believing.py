@@ -15,6 +15,12 @@ LEGEND = (
 )
 """What the mark of a figure that is not believed means."""
 
+BUSY = (
+    "The machine is busy: every measured time has a *, so none is reliable. Close other programs and measure again, or "
+    "trust the predicted figures."
+)
+"""What is said instead if none is believed."""
+
 
 def believable(measured: float, predicted: float | None, others: float) -> bool:
     """Return whether a measured figure can be believed."""

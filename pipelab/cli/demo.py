@@ -151,16 +151,6 @@ class Trained:
         return self.traces[len(self.traces) // 2]
 
 
-@dataclass(frozen=True, slots=True)
-class Emulation:
-    """A schedule on emulated devices, beside its simulation, and the share of the processor that others used."""
-
-    schedule: str
-    measured: Trace
-    predicted: Trace
-    others: float
-
-
 @contextmanager
 def _one_thread() -> Iterator[int]:
     """Let operations of this thread use one core, as those of each rank do; yield how many cores they used before."""
@@ -243,12 +233,11 @@ def train_with(name: str, setting: Setting, plain: Plain, advance: Callable[[], 
 
 def emulate(
     name: str, ranks: int = 4, microbatches: int = 8, forward_ms: float = 20, backward_ms: float = 40
-) -> Emulation:
+) -> tuple[Trace, Trace]:
     """Run a schedule on emulated devices, and simulate it with the same times."""
     plan = schedules[name](ranks, microbatches).plan()
     (result,) = run_all(make_jobs([plan], [1], batch=microbatches, emulate=(forward_ms, backward_ms)), steps=1)
-    predicted = simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms"))
-    return Emulation(name, result.measured, predicted, result.others)
+    return result.measured, simulate(plan, Cost(forward=forward_ms, backward=backward_ms, unit="ms"))
 
 
 def _whole_batch_ms(setting: Setting, steps: int = 4) -> float:

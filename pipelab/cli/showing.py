@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -9,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pipelab.catalogue import schedules
-from pipelab.cli.believing import LEGEND, believable
-from pipelab.cli.demo import Emulation, Plain, Setting, Trained, emulate, train_plainly, train_with
+from pipelab.cli.believing import BUSY, LEGEND, believable
+from pipelab.cli.demo import Plain, Setting, Trained, emulate, train_plainly, train_with
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import wrote
 from pipelab.draw.wording import columns
@@ -37,30 +39,33 @@ def show_demo(folder: Path, steps: int) -> None:
         f"Python's standard library: {setting.steps} steps of {setting.rows} x {setting.length} bytes, "
         f"{setting.microbatches} micro-batches, {setting.ranks} ranks on this machine's processor.\n"
     )
-    with Progress(console=console, transient=True) as progress:
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)  # of a busy machine: said below
+    with quiet, Progress(console=console, transient=True) as progress:
         task = progress.add_task("plain training", total=steps * (1 + len(_TRAINED)) + 4 * len(_EMULATED))
         plain = train_plainly(setting, lambda: progress.advance(task))
+        if not believable(1, None, plain.others):
+            progress.console.print(
+                f"Other programs use {plain.others:.0%} of the processor. The demo waits for them, which takes longer "
+                "than a minute.\n"
+            )
         trained: list[Trained] = []
         for name in _TRAINED:
             progress.update(task, description=f"training with {name}")
             trained.append(train_with(name, setting, plain, lambda: progress.advance(task)))
-        emulations: list[Emulation] = []
+        emulations: dict[str, tuple[Trace, Trace]] = {}
         for name in _EMULATED:
             progress.update(task, description=f"four emulated devices, {name}")
-            emulations.append(emulate(name))
+            emulations[name] = emulate(name)
             progress.advance(task, 4)
+        tables = [columns(_training_table(setting, plain, trained), 80), columns(_emulation_table(emulations), 80)]
     console.print("[bold]Real training on this machine[/]")
-    console.print("\n".join(columns(_training_table(setting, plain, trained), 80)), highlight=False, markup=False)
+    console.print("\n".join(tables[0]), highlight=False, markup=False)
     console.print(
-        f"\n[dim]{LEGEND}\n\nplain: one thread runs the same micro-batches in turn. speed-up: plain's step time "
+        "\n[dim]plain: one thread runs the same micro-batches in turn. speed-up: plain's step time "
         "divided by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from "
         "plain's step time and naive's action times. peak: micro-batches whose activations a rank holds at any "
         "time.[/]\n"
     )
-    slower = any(each.speed_up < 1 for each in trained[1:])
-    command = f"pipelab run {' '.join(_TRAINED)}"
-    if why := why_slow(setting.ranks, median(each.core_share for each in trained), command, slower):
-        console.print(f"{why}\n", markup=False, highlight=False)
     console.print(
         f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters are "
         f"the same after {steps} steps, bit for bit.\n"
@@ -74,12 +79,17 @@ def show_demo(folder: Path, steps: int) -> None:
         "backward.[/]\n"
     )
     console.print("[bold]Four emulated devices, 8 micro-batches[/]")
-    console.print("\n".join(columns(_emulation_table(emulations), 80)), highlight=False, markup=False)
-    console.print(f"\n[dim]{LEGEND}[/]\n")
+    console.print("\n".join(tables[1]), highlight=False, markup=False)
     console.print(
-        "GPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
+        "\nGPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
         "nearly as slow as naive.\n"
     )
+    if "*" in str(tables):
+        times = [words[1] for words in map(str.split, tables[0] + tables[1]) if words and words[0] in schedules]
+        console.print(f"{BUSY if all('*' in time for time in times) else LEGEND}\n", markup=False, highlight=False)
+    share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
+    if why := why_slow(setting.ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower):
+        console.print(f"The first table: {why}\n", markup=False, highlight=False)
     for path in _save(folder, trained, emulations):
         wrote(path)
     console.print(
@@ -100,23 +110,24 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> l
         took = _cell(f"{each.step_ms:.0f}", each.step_ms, step_ms, each.others)
         speed_up = _cell(f"{each.speed_up:.2f}", each.speed_up, plain.step_ms / step_ms, others)
         learned = (f"{each.losses[-1]:.6f}", "exactly" if each.same else "NO")
-        rows.append((each.schedule, took, f"{step_ms:.0f}", speed_up, *_held(each, each.trace, predicted), *learned))
+        rows.append(
+            (each.schedule, took, f"{step_ms:.0f}", speed_up, *_held(each.others, each.trace, predicted), *learned)
+        )
     return rows
 
 
-def _emulation_table(emulations: list[Emulation]) -> list[tuple[str, ...]]:
-    """Return the rows of emulated devices, heads first."""
+def _emulation_table(emulations: Mapping[str, tuple[Trace, Trace]]) -> list[tuple[str, ...]]:
+    """Return the rows of emulated devices, heads first; other programs hardly disturb them."""
     rows: list[tuple[str, ...]] = [("schedule", "step ms", "predicted", "bubble", "predicted", "peak")]
-    for each in emulations:
-        measured, predicted = each.measured.makespan, each.predicted.makespan
-        took = _cell(f"{measured:.0f}", measured, predicted, each.others)
-        rows.append((each.schedule, took, f"{predicted:.0f}", *_held(each, each.measured, each.predicted)))
+    for name, (measured, predicted) in emulations.items():
+        took = _cell(f"{measured.makespan:.0f}", measured.makespan, predicted.makespan, 0)
+        rows.append((name, took, f"{predicted.makespan:.0f}", *_held(0, measured, predicted)))
     return rows
 
 
-def _held(each: Trained | Emulation, measured: Trace, predicted: Trace) -> tuple[str, str, str]:
+def _held(others: float, measured: Trace, predicted: Trace) -> tuple[str, str, str]:
     """Return the cells of both bubbles, and of what ranks hold."""
-    bubble = _cell(f"{measured.bubble:.1%}", measured.bubble, predicted.bubble, each.others)
+    bubble = _cell(f"{measured.bubble:.1%}", measured.bubble, predicted.bubble, others)
     return bubble, f"{predicted.bubble:.1%}", " ".join(map(str, measured.peak_activations))
 
 
@@ -124,12 +135,12 @@ def _cell(shown: str, measured: float, predicted: float | None, others: float) -
     return shown + "*" * (not believable(measured, predicted, others))
 
 
-def _save(folder: Path, trained: list[Trained], emulations: list[Emulation]) -> list[Path]:
+def _save(folder: Path, trained: list[Trained], emulations: Mapping[str, tuple[Trace, Trace]]) -> list[Path]:
     """Write the pictures; return their paths."""
     real = compare(*(each.trace for each in trained), names=[f"{each.schedule}, measured" for each in trained])
     four = compare(
-        *(trace for each in emulations for trace in (each.predicted, each.measured)),
-        names=[f"{each.schedule}, {kind}" for each in emulations for kind in ("predicted", "measured")],
+        *(trace for measured, predicted in emulations.values() for trace in (predicted, measured)),
+        names=[f"{name}, {kind}" for name in emulations for kind in ("predicted", "measured")],
     )
     return [
         comparison.save(folder / f"{name}.{suffix}")

@@ -12,7 +12,7 @@ import pytest
 
 import pipelab
 from pipelab.cli import measuring
-from pipelab.cli.believing import LEGEND
+from pipelab.cli.believing import BUSY, LEGEND
 from pipelab.errors import BatchError, UsageError
 from pipelab_course import commands, practical9
 from pipelab_course.figures import quoted
@@ -94,6 +94,17 @@ def test_a_figure_that_is_not_believed_is_marked_in_the_table_and_its_prediction
     assert found["gpipe_faster"] == "2.91 (predicted 2.91)"
 
 
+def test_on_a_busy_machine_predictions_come_first_and_it_is_said_once():
+    rows = [row | {"marked": ("step_time_ms",)} for row in rows_as_predicted(2, (2,))]
+    table = practical9.table(rows)
+    assert table.notes[0].startswith(BUSY)
+    assert "--emulate 200 400" in table.notes[0]
+    assert LEGEND not in table.notes
+    names = [column.key for column in table.columns]
+    assert names.index("predicted_step_time_ms") < names.index("step_time_ms")
+    assert names.index("predicted_bubble") < names.index("bubble")
+
+
 def test_predictions_from_marked_times_of_real_layers_are_doubted_too():
     def notes(method, emulated):
         rows = rows_as_predicted(2, (2,))
@@ -119,11 +130,14 @@ def test_a_row_is_marked_if_it_is_off_or_other_programs_ran(monkeypatch, others,
     def run(jobs, steps):
         trace = pipelab.simulate(jobs[0].plan, pipelab.Cost(forward=step_ms, backward=step_ms, unit="ms"))
         proof = SimpleNamespace(exact=True, whole_batch_difference=0.0)
-        return [SimpleNamespace(measured=trace, cost=None, loss=1.0, proof=proof, core_share=1.0, others=others)]
+        cost = pipelab.Cost(forward=1, backward=1, unit="ms")
+        return [SimpleNamespace(measured=trace, cost=cost, loss=1.0, proof=proof, core_share=1.0, others=others)]
 
     monkeypatch.setattr(practical9, "run_all", run)
-    whole, *_ = practical9.measurements(2, (1,), emulate=(1, 1), batch=8)
+    whole, *_ = practical9.measurements(2, (1,), width=8, depth=2, batch=8)
+    emulated, *_ = practical9.measurements(2, (1,), emulate=(1, 1), batch=8)
     assert ("step_time_ms" in whole["marked"]) == marked
+    assert ("step_time_ms" in emulated["marked"]) == (step_ms > 1)  # its prediction needs no measurement
     assert ("bubble" in whole["marked"]) == (others > 0)  # all actions are longer, and the bubble is as predicted
 
 

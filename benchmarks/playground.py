@@ -29,7 +29,7 @@ FIRST = """async () => {
   return performance.getEntriesByName("pipelab-shown")[0].startTime - began;
 }"""
 EDIT = """async ([ranks, microbatches, edits]) => {
-  const code = document.getElementById("pg-code"), found = [], start = code.value;
+  const code = document.getElementById("pg-code"), found = [];
   for (const [name, value] of [["ranks", ranks], ["microbatches", microbatches]]) {
     const slider = document.querySelector(`[name=${name}]`);
     slider.value = value;
@@ -38,13 +38,14 @@ EDIT = """async ([ranks, microbatches, edits]) => {
   for (let edit = -5; edit < edits; edit += 1) {
     await new Promise((done) => setTimeout(done, 300));
     for (const name of ["pipelab-asked", "pipelab-shown"]) performance.clearMarks(name);
-    code.value = `${start}# ${edit}\\n`;
-    code.dispatchEvent(new Event("input"));
+    code.focus();
+    getSelection().selectAllChildren(code);
+    getSelection().collapseToEnd();
+    document.execCommand("insertText", false, `# ${edit} `);
     while (!performance.getEntriesByName("pipelab-shown").length) await new Promise(requestAnimationFrame);
     const at = (name) => performance.getEntriesByName(name)[0].startTime;
     if (edit >= 0) found.push(at("pipelab-shown") - at("pipelab-asked"));
   }
-  code.value = start;
   return found;
 }"""
 

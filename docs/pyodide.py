@@ -1,7 +1,8 @@
-"""The playground's files: Python for the browser (Pyodide, from npm), pipelab without PyTorch, and the first pictures.
+"""The playground's files: Python for the browser and an editor, from npm, pipelab without PyTorch, and first pictures.
 
-`package-lock.json` in `docs/playground` pins Pyodide by version and hash; `npm ci` brings it into `build/pyodide`.
-Where that fails, the playground has everything but Python, and says why.
+`package-lock.json` in `docs/playground` pins Pyodide, CodeMirror and esbuild by version and hash; `npm ci` brings them
+into `build/pyodide`, and esbuild makes one file of the editor. Where that fails, the playground has everything but
+Python, a plain box for the code, and says why.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _VENDORED = ROOT / "build" / "pyodide"
 _PYODIDE = _VENDORED / "node_modules" / "pyodide"
 _FOLDERS = ("plan", "checking", "catalogue", "trace", "simulation", "draw", "challenges")
 """The half of pipelab that needs no PyTorch."""
+_MADE_OF = ("package.json", "package-lock.json", "editor.mjs")
 _WASM = "pyodide.asm.wasm"
 _PLAIN = ("pyodide.mjs", "pyodide.asm.js", "pyodide-lock.json", "python_stdlib.zip")
 _NOTICE = """\
@@ -56,8 +58,10 @@ def files() -> dict[str, bytes]:
     try:
         engine = vendored()
     except (OSError, subprocess.SubprocessError) as error:
-        made["engine.json"] = _json({"reason": _reason(error)})
-        return made
+        return made | {"engine.json": _json({"reason": _reason(error)}), "editor.js": b""}
+    made["editor.js"] = (_VENDORED / "editor.js").read_bytes()
+    licence = _VENDORED / "node_modules" / "@codemirror" / "view" / "LICENSE"
+    made["NOTICE.txt"] += b"\nCodeMirror: the editor.\n" + licence.read_bytes()
     sizes = {name: len(each) for name, each in engine.items()}
     scripts = sum(size for name, size in sizes.items() if name.endswith("js"))
     every = len(made["pipelab.zip"]) + sum(sizes.values())
@@ -73,7 +77,7 @@ def version() -> str:
 
 @cache
 def vendored() -> dict[str, bytes]:
-    """Return Pyodide's files; bring them first where they are not there.
+    """Return Pyodide's files; bring them, and the editor, where they are not there.
 
     Raises:
         OSError: if there is no npm.
@@ -87,7 +91,7 @@ def vendored() -> dict[str, bytes]:
 
 
 def _bring() -> None:
-    """Let npm bring Pyodide, whole or not at all: other processes may build the site or run its tests, too."""
+    """Let npm bring all, whole or not at all: other processes may build the site or run its tests, too."""
     npm = shutil.which("npm")
     if npm is None:
         raise FileNotFoundError("npm is not installed")
@@ -95,10 +99,11 @@ def _bring() -> None:
     with tempfile.TemporaryDirectory(dir=_VENDORED.parent) as folder:
         fresh = Path(folder, "pyodide")
         fresh.mkdir()
-        for name in ("package.json", "package-lock.json"):
+        for name in _MADE_OF:
             shutil.copy(SOURCES / name, fresh)
-        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(command, cwd=fresh, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
+        for command in (["ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"], ["run", "build"]):
+            run = [npm, *command]
+            subprocess.run(run, cwd=fresh, check=True, capture_output=True, text=True, timeout=300)  # noqa: S603 - npm
         if not _is_there():  # else another process was quicker
             shutil.rmtree(_VENDORED, ignore_errors=True)
             with suppress(OSError):
@@ -106,9 +111,9 @@ def _bring() -> None:
 
 
 def _is_there() -> bool:
-    """Return whether the pinned version lies in the build folder."""
-    about = _PYODIDE / "package.json"
-    return about.is_file() and json.loads(about.read_text(encoding="utf-8"))["version"] == version()
+    """Return whether what the build folder holds was made of the files as they are."""
+    kept = [(SOURCES / name, _VENDORED / name) for name in _MADE_OF]
+    return all(made.is_file() and made.read_bytes() == source.read_bytes() for source, made in kept)
 
 
 def body(base: str, still: str) -> str:

@@ -78,11 +78,41 @@ def test_every_schedule_of_the_menu_draws_itself():
 def test_a_fault_has_the_words_of_check_and_a_picture():
     faults = pipelab.check(reversed_schedule()(4, 8))
     found = DRAW(DEADLOCK, SETTINGS)
-    assert found["fault"] == str(faults)
+    assert (found["fault"], "more" in found) == (str(faults[0]), False)
     before, after = found["pictures"]
     assert len(before["arrows"]) == len(faults[0].cycle)
     assert {cell["state"] for row in after["rows"] for cell in row["cells"] if cell} == {"ran"}
     assert "memory-cap" in DRAW(RIGHT, {**SETTINGS, "cap": 3})["fault"]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("yield F(m)", "yield B(m)"),
+        ("yield B(m)", "yield B(n)"),
+        ("yield B(m)", "yield F(m)"),
+        ("F(warmup + m)", "F(warmup - m)"),
+        ("F(m)", "F"),
+        ("- rank", "* rank"),
+    ],
+)
+def test_one_wrong_letter_makes_one_fault_in_front_without_names_of_the_library(right, wrong):
+    code = (DOCS / "playground" / "first.py").read_text(encoding="utf-8")
+    found = DRAW(code.replace(right, wrong, 1), SETTINGS)
+    every = f"{found['fault']} {found.get('more', {}).get('fault', '')}"
+    assert found["fault"].count("  try: ") == 1
+    assert len(found["pictures"]) <= 2
+    assert "error." not in every
+    assert "pipelab." not in every
+    assert "try: fix that line" in found["fault"] or found["more"]["title"].startswith("and ")
+
+
+def test_the_other_faults_are_there_for_who_asks():
+    found = DRAW("import pipelab\npipelab.check(pipelab.Plan.parse('0F0 0F0 0B0; 1B0 1B0'))", SETTINGS)
+    faults = pipelab.check(pipelab.Plan.parse("0F0 0F0 0B0; 1B0 1B0"))
+    assert found["fault"] == str(faults[0])
+    assert found["more"]["title"] == f"and {len(faults) - 1} more"
+    assert all(fault.message.splitlines()[0] in found["more"]["fault"] for fault in faults[1:])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +207,7 @@ def test_the_worker_answers_ends_a_loop_and_goes_on(opened):
     tab = opened("bare.html")
     call = "([code, settings]) => pipelabEngine.call('draw', [code, settings])"
     found = tab.evaluate(call, [DEADLOCK, SETTINGS])
-    assert found["fault"] == str(pipelab.check(reversed_schedule()(4, 8)))
+    assert found["fault"] == str(pipelab.check(reversed_schedule()(4, 8))[0])
     assert tab.evaluate(
         "async () => { try { await pipelabEngine.call('draw', ['while True: pass', {}]); }"
         " catch (error) { return error instanceof pipelabEngine.Stopped; } }"
@@ -195,6 +225,7 @@ def python_runs(tab):
     wait_until(tab, done, seconds=120)
 
 
+CODE = "[...document.querySelectorAll('#pg-code .cm-line')].map((each) => each.textContent).join('\\n')"
 FRAME = "document.querySelector('.pg-frame').contentDocument"
 
 
@@ -206,8 +237,9 @@ def shows(tab, title):
 def test_without_npm_the_rest_is_there_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     fresh = runpy.run_path(str(DOCS / "pyodide.py"))
-    fresh["vendored"].__wrapped__.__globals__["_PYODIDE"] = tmp_path
+    fresh["vendored"].__wrapped__.__globals__["_VENDORED"] = tmp_path
     made = fresh["files"]()
+    assert made["editor.js"] == b""
     assert "npm" in json.loads(made["engine.json"])["reason"]
     assert {"frame.html", "schedules.json"} <= made.keys()
     assert not [name for name in made if name.startswith("pyodide/")]
@@ -227,12 +259,12 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     tab.locator("[name=ranks]").fill("4")
     tab.locator("#pg-code").fill(DEADLOCK)
     wait_until(tab, "!document.querySelector('.pg-fault').hidden")
-    assert tab.locator(".pg-fault > pre").text_content() == str(pipelab.check(reversed_schedule()(4, 8)))
+    assert tab.locator(".pg-fault > pre").text_content() == str(pipelab.check(reversed_schedule()(4, 8))[0])
     assert tab.evaluate("!document.querySelector('.pg-frame').hidden && document.querySelector('.pg-frame').inert")
     assert tab.locator(".pg-order").count() == 2
     assert tab.locator("[data-arrow]").count() == len(pipelab.check(reversed_schedule()(4, 8))[0].cycle)
     tab.locator("#pg-code").fill(f"x = 1\nraise ValueError({HOSTILE!r})")
-    wait_until(tab, "document.querySelector('.pg-wrong')?.textContent === '2'")
+    wait_until(tab, "document.querySelector('.pg-wrong')?.textContent.startsWith('raise')")
     assert tab.locator(".pg-fault > pre").get_attribute("tabindex") == "0"  # its long lines scroll by keys
     assert HOSTILE in tab.locator(".pg-fault > pre").text_content()
     tab.locator("#pg-code").fill("while True: pass")
@@ -241,6 +273,39 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     shows(tab, "ZB-H1 · 4 ranks, 8 micro-batches, simulated")
     assert tab.locator("[name=weight_grad]").is_visible()
     assert tab.title() == "playground"
+
+
+@pytest.mark.npm
+def test_the_editor_shows_the_first_code_whole_and_has_tab_undo_and_colours(opened):
+    tab = opened("index.html")
+    shows(tab, "MySchedule · 4 ranks, 8 micro-batches, simulated")
+    first = (DOCS / "playground" / "first.py").read_text(encoding="utf-8")
+    assert tab.evaluate(CODE) == first
+    box = "document.querySelector('.cm-scroller')"
+    assert tab.evaluate(f"{box}.scrollWidth === {box}.clientWidth")
+    assert tab.locator(".tok-keyword", has_text="yield").count() == 3
+    assert tab.locator(".cm-lineNumbers .cm-gutterElement").nth(3).text_content() == "3"
+    tab.locator("#pg-code").click()
+    for key in ("Control+End", "i", "f", "Space", "x", ":", "Enter", "y", "Tab"):
+        tab.keyboard.press(key)
+    assert tab.evaluate(CODE) == f"{first}if x:\n        y"
+    while tab.evaluate(CODE) != first:
+        tab.keyboard.press("Control+z")
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.id") != "pg-code"
+
+
+@pytest.mark.npm
+def test_without_codemirror_the_code_is_in_a_plain_box(opened):
+    tab = opened("bare.html")
+    tab.route("**/editor.js", lambda route: route.fulfill(body=""))
+    opened("index.html")
+    shows(tab, "MySchedule · 4 ranks, 8 micro-batches, simulated")
+    tab.locator("textarea#pg-code").fill("x = 1")
+    wait_until(tab, "document.getElementById('pg-state').value.includes('until this code runs')")
+    tab.locator("#pg-schedule").select_option("gpipe")
+    assert "class GPipe" in tab.locator("textarea#pg-code").input_value()
 
 
 @pytest.mark.npm
@@ -261,7 +326,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.goto("about:blank")
     opened(f"index.html{link}")
-    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(MINE)}")
+    wait_until(tab, f"{CODE} === {json.dumps(MINE)}")
     wide = "document.documentElement.scrollWidth"
     assert tab.evaluate(wide) == 390
     python_runs(tab)
@@ -276,7 +341,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
 @pytest.mark.npm
 def test_a_link_of_the_tutorial_or_a_bad_one_is_text(opened):
     tab = opened(f"index.html#code={EDITING['packed'](HOSTILE)}")
-    wait_until(tab, f"document.getElementById('pg-code').value === {json.dumps(HOSTILE)}")
+    wait_until(tab, f"{CODE} === {json.dumps(HOSTILE)}")
     assert tab.locator("img").count() == 0
     for bad in ("code=%3Cimg%3E", "code=AAAA", f"schedule={HOSTILE}", "ranks=-1&cap=x&v=1&s=<img>&code"):
         tab.goto("about:blank")

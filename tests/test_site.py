@@ -311,7 +311,7 @@ RING = """() => {
   let inside = document, at = document.activeElement;
   for (; at.tagName === "IFRAME"; at = inside.activeElement) inside = at.contentDocument;
   if (at.matches("body, .md-search *")) return 21; // the search is an open box, not a ring
-  const shown = at.matches(".md-option") ? at.nextElementSibling : at;
+  const shown = at.matches(".md-option") ? at.nextElementSibling : (at.closest(".cm-editor") ?? at);
   const light = (colour) => {
     const canvas = new OffscreenCanvas(1, 1).getContext("2d");
     canvas.fillStyle = colour;
@@ -379,7 +379,7 @@ def test_the_keyboard_alone_leads_through_the_site(browser: Any, site: str, sche
     reach(tab, "#pg-load")
     keys.press("Shift+Tab")
     keys.type("# ")
-    assert tab.locator("#pg-code").input_value().endswith("# ")
+    assert "# " in (tab.locator("#pg-code").text_content() or "")
     keys.press("Escape")
     reach(tab, "[name=ranks]")
     keys.press("ArrowRight")

@@ -3,14 +3,14 @@ from pipelab import B, F
 
 
 class MySchedule(pipelab.Schedule):
-    """Fill the pipe, then one backward for every new forward."""
+    """Fill the pipe, then a backward per forward."""
 
     def actions(self, rank):
-        warmup = min(self.microbatches, self.ranks - rank)
+        count = self.microbatches
+        warmup = min(count, self.ranks - rank)
         for m in range(warmup):
             yield F(m)
-        for m in range(self.microbatches - warmup):
+        for m in range(count):
             yield B(m)
-            yield F(warmup + m)
-        for m in range(self.microbatches - warmup, self.microbatches):
-            yield B(m)
+            if warmup + m < count:
+                yield F(warmup + m)

@@ -12,8 +12,7 @@
     MOST_CODE = 200_000,
     FILE = "schedule.py";
   const find = (selector) => root.querySelector(selector);
-  const [code, menu, state, frame, fault, form] = [
-    "#pg-code",
+  const [menu, state, frame, fault, form] = [
     "#pg-schedule",
     "#pg-state",
     ".pg-frame",
@@ -33,74 +32,16 @@
   };
   const tag = (name, text) => Object.assign(document.createElement(name), { textContent: text });
 
-  // The editor: line numbers, Tab, and a mark at the line that a fault names.
+  // The editor, which marks the line that a fault names; without CodeMirror, the textarea.
+  const code =
+    window.pipelabEditor?.(find("#pg-code"), edited) ??
+    Object.assign(find("#pg-code"), { mark() {}, oninput: edited });
+
   function edited() {
-    const count = code.value.split("\n").length,
-      lines = find(".pg-lines");
-    if (lines.childElementCount !== count)
-      lines.replaceChildren(...Array.from({ length: count }, (_, at) => tag("div", at + 1)));
-    mark(null);
-  }
-
-  function mark(line) {
-    const lines = find(".pg-lines"),
-      stripe = find(".pg-mark");
-    for (const each of lines.querySelectorAll(".pg-wrong")) each.className = "";
-    stripe.hidden = !line || !lines.children[line - 1];
-    stripe.dataset.line = stripe.hidden ? "" : line;
-    if (!stripe.hidden) lines.children[line - 1].className = "pg-wrong";
-    scrolled();
-  }
-
-  function scrolled() {
-    const high = parseFloat(getComputedStyle(code).lineHeight) || 20,
-      stripe = find(".pg-mark");
-    find(".pg-lines").scrollTop = code.scrollTop;
-    stripe.style.height = `${high}px`;
-    stripe.style.top = `${8 + high * (stripe.dataset.line - 1) - code.scrollTop}px`;
-  }
-
-  function insert(text) {
-    // The only way that the browser's undo knows.
-    if (!document.execCommand("insertText", false, text)) {
-      code.setRangeText(text, code.selectionStart, code.selectionEnd, "end");
-      code.dispatchEvent(new Event("input"));
-    }
-  }
-
-  let leaving = false; // who came by Tab, or pressed Escape, goes on to the next element with Tab
-  code.addEventListener("focus", () => {
-    leaving = true;
-  });
-  code.addEventListener("click", () => {
-    leaving = false;
-  });
-  code.addEventListener("keydown", (event) => {
-    const start = code.value.lastIndexOf("\n", code.selectionStart - 1) + 1,
-      end = code.selectionEnd;
-    if (event.key === "Escape") leaving = true;
-    else if (event.key === "Tab" && !leaving && !event.ctrlKey && !event.altKey) {
-      event.preventDefault();
-      const lines = code.value.slice(start, end);
-      if (!event.shiftKey && code.selectionStart === end) return insert(" ".repeat(4 - ((end - start) % 4)));
-      const moved = event.shiftKey ? lines.replace(/^ {1,4}/gm, "") : lines.replace(/^/gm, "    ");
-      code.setSelectionRange(start, end);
-      insert(moved);
-      code.setSelectionRange(start, start + moved.length);
-    } else if (event.key === "Enter" && !event.isComposing && !event.ctrlKey) {
-      event.preventDefault();
-      const before = code.value.slice(start, code.selectionStart),
-        more = /:\s*(#.*)?$/.test(before) ? "    " : "";
-      insert(`\n${/^ */.exec(before)[0]}${more}`);
-    }
-    if (!["Escape", "Shift"].includes(event.key)) leaving = false;
-  });
-  code.addEventListener("scroll", scrolled);
-  code.addEventListener("input", () => {
-    edited();
+    code.mark(null);
     menu.value = Object.keys(schedules).find((name) => schedules[name].code === code.value) ?? EDITED;
     later(WAIT);
-  });
+  }
 
   // The sliders.
   function settings() {
@@ -193,10 +134,18 @@
     frame.hidden = !pictured;
     frame.inert = !answer.content;
     fault.hidden = Boolean(answer.content);
-    mark(answer.line ?? null);
+    code.mark(answer.line ?? null);
     if (answer.content) return draw(answer.content, answer.other);
-    const words = Object.assign(tag("pre", answer.fault), { tabIndex: 0 }); // long lines scroll
-    fault.replaceChildren(words, ...answer.pictures.map(window.pipelabOrder));
+    const said = ({ fault: words, pictures }) => [
+      Object.assign(tag("pre", words), { tabIndex: 0 }), // long lines scroll
+      ...pictures.map(window.pipelabOrder),
+    ];
+    fault.replaceChildren(...said(answer));
+    if (answer.more) {
+      const more = tag("details", "");
+      more.append(tag("summary", answer.more.title), ...said(answer.more));
+      fault.append(more);
+    }
     performance.mark("pipelab-shown");
   }
 
@@ -257,7 +206,6 @@
   function choose(name) {
     menu.value = name;
     code.value = schedules[name].code;
-    edited();
     run();
   }
   menu.addEventListener("change", () => choose(menu.value));
@@ -383,7 +331,6 @@
     if (!parts.has("code")) return choose(Object.hasOwn(schedules, name) ? name : "");
     try {
       code.value = await unpacked(parts.get("code"));
-      edited();
       menu.value = EDITED;
       run();
     } catch {

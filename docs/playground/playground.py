@@ -38,9 +38,9 @@ def draw(code: str, settings: dict[str, Any]) -> dict[str, Any]:
     in `settings`; or else the last of its variables that pipelab can draw.
 
     Returns:
-        `content` for the timeline's page, or a `fault` in words with the `line` of the code that it names and the
-        `pictures` of what is wrong; in any case what the code `printed`, and which settings it leaves open: `sets` is
-        "nothing" (all are open), "sizes" or "all".
+        `content` for the timeline's page, or a `fault` in words with the `line` of the code that it names, the
+        `pictures` of what is wrong, and `more` of the same if there are others; in any case what the code `printed`,
+        and which settings it leaves open: `sets` is "nothing" (all are open), "sizes" or "all".
     """
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(printed):
@@ -119,13 +119,21 @@ def _shown(subject: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _faults(faults: Faults) -> dict[str, Any]:
-    return _fault(str(faults)) | {"pictures": [picture(each) for each in drawings(faults)]}
+    """Return the first fault, whose repair may be that of all, and the others for who asks for `more`."""
+    (first, *others), plan, given = faults, faults.plan, (faults.order, faults.transport)
+    front = _fault(str(first), Faults([first], faults.subject, plan, faults.meant, *given))
+    if not others:
+        return front
+    rest = Faults(others, faults.subject, faults.meant or plan, None, *given)
+    words = "\n".join(str(rest).replace(": error.faults holds all", "").splitlines()[1:])
+    return front | {"more": {"title": f"and {len(others)} more", **_fault(words, rest)}}
 
 
-def _fault(text: str) -> dict[str, Any]:
-    """Return a fault in words, and the innermost line of the code that they name."""
+def _fault(text: str, faults: Faults | None = None) -> dict[str, Any]:
+    """Return a fault in words, the innermost line of the code that they name, and pictures."""
     lines = _LINE.findall(text)
-    return {"fault": clean(text, keep="\n\t"), "line": int(lines[-1]) if lines else None, "pictures": []}
+    pictures = [picture(each) for each in drawings(faults)] if faults else []
+    return {"fault": clean(text, keep="\n\t"), "line": int(lines[-1]) if lines else None, "pictures": pictures}
 
 
 def _traceback(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Put the built site, if there is one, into what is published: `pipelab docs` serves it from the installed package.
+"""Put tutorials, and the built site if there is one, into what is published: the installed package shows them.
 
 A teacher's wheel has the solutions and keys too: see teacher/distribute.py.
 """
@@ -15,7 +15,9 @@ class Site(BuildHookInterface):  # type: ignore[type-arg]
     """`site/` as `site/` in the source archive, and as `pipelab/site/` in the wheel; nothing in an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the folder."""
+        """Add the folders."""
+        if version == "standard" and self.target_name == "wheel":
+            build_data["force_include"]["tutorials"] = "pipelab_course/tutorials"
         if version == "standard" and (Path(self.root) / "site" / "index.html").is_file():
             build_data["force_include"]["site"] = "site" if self.target_name == "sdist" else "pipelab/site"
         if version == "standard" and self.metadata.version.endswith("+teacher"):

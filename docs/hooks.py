@@ -1,20 +1,18 @@
 """Generate what is made for every site: tutorials, the table of formulas, and examples of pipelab's own pages.
 
 A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is both a
-script, a notebook (VS Code, PyCharm, `jupytext --to ipynb`), a test and a page. The site runs each cell, shows its
-output below it, and offers the notebook with these outputs for download.
+script, a notebook, a test and a page. The site runs each cell, shows its output below it, and offers the notebook for
+download, without outputs: its answers wait for predictions, as those of `pipelab tutorial` do.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
 import html
 import io
 import json
-import linecache
 import os
 import re
 import runpy
@@ -25,9 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jupytext
 import matplotlib as mpl
-import nbformat
 from matplotlib.figure import Figure
 from mkdocs.exceptions import PluginError
 from mkdocs.plugins import get_plugin_logger
@@ -37,9 +33,10 @@ import pipelab
 from pipelab.draw.page import comparison_page, diff_page, page
 from pipelab.simulation.comparison import Comparison
 from pipelab.trace.trace import Trace
+from pipelab_course import tutorial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
@@ -202,7 +199,7 @@ def _sources() -> bytes:
 
 
 def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
-    """Run a tutorial; return its page as Markdown, its notebook with outputs, and its figures by file name.
+    """Run a tutorial; return its page as Markdown, its notebook, and its figures by file name.
 
     Consecutive cells with the tag `answer`, and what they print, are folded on the page. A trace or a comparison is
     live, and a link such as `[waits 6](#s=0:idle.0.4)` selects there what it would select in that page's address.
@@ -211,36 +208,30 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
         PluginError: if a cell raises, naming the cell.
     """
     stem = source.stem
-    book = jupytext.reads(code, fmt="py:percent")
+    book = tutorial.cells(code)
     figures: dict[str, str] = {}
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(source)}
-    edits = iter(
-        EDITING["links"]([cell.source for cell in book.cells if cell.cell_type == "code"], "../../playground/")
-    )
+    edits = iter(EDITING["links"]([cell.source for cell in book if not cell.is_text], "../../playground/"))
     blocks: list[tuple[bool, str]] = []
     live = None
-    for number, cell in enumerate(book.cells):
-        cell.id = f"cell-{number}"  # jupytext's are random
-        answer = "answer" in cell.metadata.get("tags", ())
-        if cell.cell_type == "markdown":
+    for number, cell in enumerate(book):
+        if cell.is_text:
             select = rf'<a class="lights" href="../{live}.html#v=1&\2" target="{live}">\1</a>'
-            blocks.append((answer, re.sub(LIGHTS, select, cell.source)))
-            # A link to another tutorial leads to the notebook beside this one.
-            cell.source = re.sub(LIGHTS, r"\1", re.sub(r"\]\((\w+)\.md", r"](\1.ipynb", cell.source))
+            blocks.append((cell.is_answer, re.sub(LIGHTS, select, cell.source)))
             continue
         try:
-            printed, result = run(cell.source, f"{stem}.py, cell {number}", namespace)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                result = tutorial.run(cell.source, f"{stem}.py, cell {number}", namespace)
         except Exception as error:
             raise PluginError(f"{stem}.py, cell {number}: {type(error).__name__}: {error}") from error
         name = f"{stem}-{number}.svg"
         svg = _call(result, "_repr_svg_") or _figure(result)
         markup = None if svg else _call(result, "_repr_html_")
-        cell.execution_count = 1 + sum(each.cell_type == "code" for each in book.cells[:number])
-        cell.outputs = list(_outputs(cell.execution_count, printed, result, svg, markup))
         if draw := LIVE.get(type(result)):
             live = f"{stem}-{number}"
             figures[f"{live}.html"] = draw(result)
-        shown = [_fenced(cell.source, "python"), next(edits), printed and _fenced(printed, "text")]
+        text = printed.getvalue()
+        shown = [_fenced(cell.source, "python"), next(edits), text and _fenced(text, "text")]
         if draw:
             says = f'name="{live}" title="what the cell above draws"'
             shown.append(f'<iframe src="../{live}.html" {says} class="page" loading="lazy"></iframe>')
@@ -251,9 +242,8 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
             shown.append(f'<div markdown="0">{markup}</div>')
         elif result is not None:
             shown.append(_fenced(repr(result), "text"))
-        blocks += [(answer, block) for block in shown if block]
-    book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return _page(stem, blocks), nbformat.writes(book), figures
+        blocks += [(cell.is_answer, block) for block in shown if block]
+    return _page(stem, blocks), tutorial.notebook(stem, code), figures
 
 
 def _page(stem: str, blocks: Sequence[tuple[bool, str]]) -> str:
@@ -266,32 +256,6 @@ def _page(stem: str, blocks: Sequence[tuple[bool, str]]) -> str:
     title, _, rest = "\n\n".join(parts).partition("\n")
     links = f"[Notebook]({stem}.ipynb){{ download }} [Script]({stem}.py){{ download }}"
     return f"{title}\n\n{links}\n{{ .downloads }}\n{rest}\n"
-
-
-def _outputs(
-    count: int, printed: str, result: object, svg: str | None, markup: str | None
-) -> Iterator[nbformat.NotebookNode]:
-    """Yield what a cell shows in a notebook."""
-    if printed:
-        yield nbformat.v4.new_output("stream", name="stdout", text=printed)
-    if result is not None:
-        shown = {"image/svg+xml": svg, "text/html": markup, "text/plain": repr(result)}
-        data = {kind: text for kind, text in shown.items() if text}
-        yield nbformat.v4.new_output("execute_result", data, execution_count=count)
-
-
-def run(code: str, name: str, namespace: dict[str, Any]) -> tuple[str, Any]:
-    """Run one cell as a notebook would; return its printed text and its last line's value."""
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # for tracebacks
-    tree = ast.parse(code, name)
-    shown = None
-    if tree.body and isinstance(last := tree.body[-1], ast.Expr):
-        tree.body.pop()
-        shown = compile(ast.Expression(last.value), name, "eval")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(tree, name, "exec"), namespace)  # noqa: S102 - our own tutorials
-        result = eval(shown, namespace) if shown else None  # noqa: S307 - likewise
-    return printed.getvalue(), result
 
 
 def _call(result: object, method: str) -> str | None:

@@ -1,8 +1,9 @@
 """The course: what its students run, measure and hand in. pipelab itself knows nothing of it.
 
-Its commands, `pipelab lab` and `pipelab grade`, are entry points of the group `pipelab.commands`.
+Its commands, `pipelab lab`, `pipelab tutorial` and `pipelab grade`, are entry points of the group `pipelab.commands`.
 
 - `commands`: `pipelab lab`
+- `tutorial`: tutorials in the terminal and as notebooks, which wait for predictions
 - `practical9`: three ways to run a split model, and true 1F1B
 - `hw1`: data parallelism: speed-up, efficiency, Amdahl's law, three experiments
 - `ddp`: the processes that `hw1` times, and the law that it fits

@@ -9,9 +9,8 @@
 # best. Then you find out what it leaves out.
 #
 # It takes about 26 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce
-# works inside is in [Gradients around a ring](gradients_around_a_ring.md). The page is a Python file,
-# `tutorials/data_and_pipeline.py`: run it as a script, or cell by cell as a notebook. Write your predictions down
-# before you look.
+# works inside is in [Gradients around a ring](gradients_around_a_ring.md). Run it with
+# `pipelab tutorial data_and_pipeline`, which asks for your predictions before it shows the answers.
 #
 # ## Two pipelines side by side
 #

@@ -5,9 +5,9 @@
 # how much of the paid time the GPUs spent computing. On this page you find out where the rest went, why more
 # micro-batches make it smaller, and why the smallest bubble is not the shortest step.
 #
-# It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python file,
-# `tutorials/fill_and_drain.py`: run it as a script, or cell by cell as a notebook. Twice it asks for a prediction.
-# Write your number down before you go on: you remember wrong guesses.
+# It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. Run it with
+# `pipelab tutorial fill_and_drain`, which asks for your predictions before it shows the answers: you remember wrong
+# guesses.
 
 # %%
 import pipelab

@@ -21,9 +21,9 @@ pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8))
 # On this page you find out what an order costs in time and in memory, make two mistakes that most people make, and
 # write 1F1B, on which most other schedules are built.
 #
-# It takes about 23 minutes, and you need PyTorch before it, and nothing about pipelines. The page is a Python file,
-# `tutorials/first_schedule.py`: run it as a script, or cell by cell as a notebook. Twice it asks for a prediction.
-# Write your number down before you go on: you remember wrong guesses.
+# It takes about 23 minutes, and you need PyTorch before it, and nothing about pipelines. Run it with
+# `pipelab tutorial first_schedule`, which asks for your predictions before it shows the answers: you remember wrong
+# guesses.
 #
 # ## An order, and what it costs
 #

@@ -9,9 +9,8 @@
 # Now a rank's memory is a cache of weights. On this page you find out how often a pipeline gathers, what decides it,
 # and when a gather costs time.
 #
-# It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. The page is a Python
-# file, `tutorials/gathers.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
-# you look.
+# It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. Run it with
+# `pipelab tutorial gathers`, which asks for your predictions before it shows the answers.
 #
 # ## One stage at a time
 #

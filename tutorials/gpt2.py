@@ -9,8 +9,8 @@
 # a pipeline slow. It is not a transformer block.
 #
 # It takes about 23 minutes, and you need [Your first schedule](first_schedule.md) before it, and the package
-# `transformers`. The weights are random, so nothing is downloaded. The page is a Python file, `tutorials/gpt2.py`: run
-# it as a script, or cell by cell as a notebook. Write your predictions down before you look.
+# `transformers`. The weights are random, so nothing is downloaded. Run it with `pipelab tutorial gpt2`, which asks for
+# your predictions before it shows the answers.
 #
 # ## A small GPT-2
 #

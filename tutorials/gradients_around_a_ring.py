@@ -7,8 +7,8 @@
 #
 # It takes about 19 minutes, and you need PyTorch before it. What such an **all-reduce** means for the choice between
 # copies and stages is in [Data x pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop
-# will do. The page is a Python file, `tutorials/gradients_around_a_ring.py`: run it as a script, or cell by cell as a
-# notebook. Write your predictions down before you look.
+# will do. Run it with `pipelab tutorial gradients_around_a_ring`, which asks for your predictions before it shows the
+# answers.
 
 # %%
 import torch

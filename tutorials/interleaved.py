@@ -8,9 +8,8 @@
 # On this page you find out why that helps, why you should not simply go on with sixteen and thirty-two, and what a
 # group of micro-batches has to do with it.
 #
-# It takes about 24 minutes, and you need [Latency](latency.md) before it. The page is a Python file,
-# `tutorials/interleaved.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
-# look.
+# It takes about 24 minutes, and you need [Latency](latency.md) before it. Run it with `pipelab tutorial interleaved`,
+# which asks for your predictions before it shows the answers.
 #
 # ## Interleaved 1F1B: round and round
 #

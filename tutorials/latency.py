@@ -8,8 +8,7 @@
 # forwards buy it back.
 #
 # It takes about 20 minutes, and you need [The single loop, dissected](option_c.md) before it, because the *lead* comes
-# from there. The page is a Python file, `tutorials/latency.py`: run it as a script, or cell by cell as a notebook.
-# Write your predictions down before you look.
+# from there. Run it with `pipelab tutorial latency`, which asks for your predictions before it shows the answers.
 
 # %%
 import pipelab

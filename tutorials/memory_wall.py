@@ -7,9 +7,8 @@
 # On this page you find out what fills the memory, how much of it a pipeline really needs, and what each saved
 # activation costs in time.
 #
-# It takes about 23 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a
-# Python file, `tutorials/memory_wall.py`: run it as a script, or cell by cell as a notebook. Write your predictions
-# down before you look.
+# It takes about 23 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. Run it with
+# `pipelab tutorial memory_wall`, which asks for your predictions before it shows the answers.
 #
 # ## What fills the memory
 #

@@ -8,9 +8,8 @@
 # On this page you calculate what a parameter and a layer take, for models of 7 and 70 billion parameters. Then you find
 # out which part of it a pipeline divides by its ranks, and which part it does not.
 #
-# It takes about 24 minutes, and you need [The memory wall](memory_wall.md) before it. The page is a Python file,
-# `tutorials/model_memory.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
-# look.
+# It takes about 24 minutes, and you need [The memory wall](memory_wall.md) before it. Run it with
+# `pipelab tutorial model_memory`, which asks for your predictions before it shows the answers.
 #
 # ## Two models
 #

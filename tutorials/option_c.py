@@ -8,9 +8,8 @@
 # There is no mistake in your code. On this page you find out what the loop makes the ranks wait for, how much that
 # costs on any number of ranks, and which single number turns the loop into 1F1B.
 #
-# It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a
-# Python file, `tutorials/option_c.py`: run it as a script, or cell by cell as a notebook. Write your predictions down
-# before you look.
+# It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. Run it with
+# `pipelab tutorial option_c`, which asks for your predictions before it shows the answers.
 
 # %%
 import pipelab

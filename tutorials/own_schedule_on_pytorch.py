@@ -9,8 +9,8 @@
 # runtime, and in the end hand it to a script that has never heard of pipelab.
 #
 # It takes about 19 minutes, and you need [Your first schedule](first_schedule.md) before it. The exercise splits
-# backwards, as in [Splitting the backward](splitting_the_backward.md). The page is a Python file,
-# `tutorials/own_schedule_on_pytorch.py`: run it as a script, or cell by cell as a notebook.
+# backwards, as in [Splitting the backward](splitting_the_backward.md). Run it with
+# `pipelab tutorial own_schedule_on_pytorch`, which asks for your predictions before it shows the answers.
 #
 # ## The idea
 #

@@ -7,8 +7,8 @@
 # On this page you find out who is right, in three moves: ask where the time went, ask what it would be without one
 # cause, and compare with a prediction. At the end you do the same with a job that has never heard of pipelab.
 #
-# It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. The page is a Python file,
-# `tutorials/reading_a_timeline.py`: run it as a script, or cell by cell as a notebook.
+# It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. Run it with
+# `pipelab tutorial reading_a_timeline`, which asks for your predictions before it shows the answers.
 #
 # ## A job to look at
 #
@@ -16,12 +16,11 @@
 # each takes 10 ms forward and 20 ms backward. One of them takes longer, and you do not know which one.
 
 # %%
-from pathlib import Path
-
 import torch
 
 import pipelab
 from pipelab.hub import profiles
+from pipelab_course.tutorial import TUTORIALS
 
 SLOW = 2  # do not look
 stages = pipelab.emulated(4, [16 if s == SLOW else 10 for s in range(4)], [32 if s == SLOW else 20 for s in range(4)])
@@ -127,8 +126,7 @@ assert bound > 8 * 48  # what the slow stage has to do
 # two processes with two stages each, profiled with `torch.profiler`. You do not know what is wrong with it.
 
 # %%
-folder = Path(globals().get("__file__", ".")).parent / "somebodys_job"
-job = profiles.load(f"{folder}/rank*.json.gz")
+job = profiles.load(f"{TUTORIALS}/somebodys_job/rank*.json.gz")
 job
 
 # %%

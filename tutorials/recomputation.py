@@ -8,9 +8,8 @@
 # It is what recomputing *everything* costs. On this page you find out which stages need it, how many of their layers,
 # what the same memory would cost if you saved it with another order, and when a rank should compute again.
 #
-# It takes about 27 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
-# `tutorials/recomputation.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
-# you look.
+# It takes about 27 minutes, and you need [The memory of a model](model_memory.md) before it. Run it with
+# `pipelab tutorial recomputation`, which asks for your predictions before it shows the answers.
 #
 # ## The cost
 #

@@ -7,9 +7,8 @@
 #
 # On this page you find out which one, what the other one is good for, and what it costs to put it off.
 #
-# It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. The page is a
-# Python file, `tutorials/splitting_the_backward.py`: run it as a script, or cell by cell as a notebook. Write your
-# predictions down before you look.
+# It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. Run it with
+# `pipelab tutorial splitting_the_backward`, which asks for your predictions before it shows the answers.
 #
 # ## Two products
 #

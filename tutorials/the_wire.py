@@ -8,9 +8,8 @@
 # On this page you build the machine that hangs, in 25 lines, and see why. Then you repair it by changing nothing but
 # the order of sends and receives, and see on which machines of today it would have hung.
 #
-# It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. The page is a Python
-# file, `tutorials/the_wire.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
-# you look.
+# It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. Run it with
+# `pipelab tutorial the_wire`, which asks for your predictions before it shows the answers.
 #
 # ## Rows with sends and receives
 #

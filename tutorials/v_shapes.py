@@ -8,8 +8,8 @@
 # On this page you fold a pipeline into a V, halve its memory, and find out what DeepSeek's DualPipe costs.
 #
 # It takes about 25 minutes, and you need [Several stages per rank](interleaved.md) and [Splitting the
-# backward](splitting_the_backward.md) before it. The page is a Python file, `tutorials/v_shapes.py`: run it as a
-# script, or cell by cell as a notebook. Write your predictions down before you look.
+# backward](splitting_the_backward.md) before it. Run it with `pipelab tutorial v_shapes`, which asks for your
+# predictions before it shows the answers.
 #
 # ## Fold it
 #

@@ -7,9 +7,8 @@
 # You did not. On this page you find out why both wait equally long, what 1F1B saves instead, and how you turn that into
 # a shorter step after all.
 #
-# It takes about 20 minutes, and you need [The memory wall](memory_wall.md) before it. The page is a Python file,
-# `tutorials/what_1f1b_buys.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before
-# you look.
+# It takes about 20 minutes, and you need [The memory wall](memory_wall.md) before it. Run it with
+# `pipelab tutorial what_1f1b_buys`, which asks for your predictions before it shows the answers.
 
 # %%
 import pipelab

@@ -7,9 +7,8 @@
 #
 # On this page you try one way at a time, see what it moves, and then combine them: that is a *layout*.
 #
-# It takes about 25 minutes, and you need [The memory of a model](model_memory.md) before it. The page is a Python file,
-# `tutorials/which_layout.py`: run it as a script, or cell by cell as a notebook. Write your predictions down before you
-# look.
+# It takes about 25 minutes, and you need [The memory of a model](model_memory.md) before it. Run it with
+# `pipelab tutorial which_layout`, which asks for your predictions before it shows the answers.
 #
 # ## The model and the machine
 #

@@ -16,6 +16,8 @@
 # has used. PipeDream has one after each backward:
 
 # %%
+import math
+
 import pipelab
 from pipelab import B, F, U
 
@@ -82,35 +84,51 @@ assert pipelab.simulate(pipelab.TwoBW(P, 64), cost).makespan == 201
 # %% [markdown]
 # ## Predict: what does a late gradient cost?
 #
-# The simplest thing to learn: a weight w whose loss is w²/2, so that its gradient is w. Gradient descent shrinks it for
-# every learning rate below 2. Now each gradient is one update late, as in 2BW: w ← w - rate x (the w of one step
-# before). Below which rate does it shrink?
+# The simplest thing to learn: a weight w whose loss is w²/2, so that its gradient is w. Each update subtracts rate × w.
+# So w shrinks for every rate below 2, and at 2 it jumps between 1 and -1 for ever. Now the gradient is some updates
+# late:
+
+
+# %%
+def weights(rate, late, updates):
+    """Return a weight after each update, each with the gradient at the weight `late` updates before."""
+    w = [1] * (late + 1)
+    for _ in range(updates):
+        w.append(w[-1] - rate * w[-1 - late])
+    return w
+
+
+print(weights(rate=2, late=0, updates=6))
+
+# %% [markdown]
+# Say that it is one update late, as in 2BW. Below which rate does w shrink? (A hint: try a rate by hand, from 1 and 1.)
 
 # %%
 my_third_prediction = None  # a learning rate, where 2 is the limit without delay
 
-
 # %% tags=["answer"]
-def shrinks(rate, late, steps=3000):
-    """Return whether gradient descent with late gradients makes a weight smaller."""
-    w = [1.0] * (late + 1)
-    for _ in range(steps):
-        w.append(w[-1] - rate * w[-1 - late])
-        if abs(w[-1]) > 1e6:
-            return False
-    return max(map(abs, w[-50:])) < 0.1
-
-
 print(f"predicted {my_third_prediction}")
-for late in range(4):
-    largest = max(rate / 100 for rate in range(1, 220) if shrinks(rate / 100, late))
-    print(f"{late} updates late: up to a rate of about {largest}")
-    assert abs(largest - (2.0, 1.0, 0.62, 0.44)[late]) < 0.03
+print(weights(rate=1, late=1, updates=8))
+assert weights(rate=1, late=1, updates=8) == [1, 1, 0, -1, -1, 0, 1, 1, 0, -1]
 
 # %% [markdown] tags=["answer"]
-# 1, half of it; with three updates, as on PipeDream's first rank of four, 0.44. A rate that a model has been tuned with
-# may be too large once its gradients are late, and a smaller one needs more steps. Gradient descent with a delay of d
-# is stable below 2 sin(π / (4d + 2)).
+# 1, half of it: at a rate of 1, w goes 1, 1, 0, -1, -1, 0 and begins again. With gradients that are d updates late, the
+# limit is also a wave that neither shrinks nor grows, cos(θn) after n updates. The next update changes it by
+# cos(θ(n + 1)) - cos(θn) = -2 sin(θ/2) sin(θ(n + 1/2)). The rule changes it by -rate × cos(θ(n - d)), which is
+# -rate × sin(θ(n - d) + π/2). Both are the same for every n if rate = 2 sin(θ/2) and θ(n + 1/2) = θ(n - d) + π/2. So
+# θ = π / (2d + 1), and the limit is a rate of 2 sin(π / (4d + 2)). Just below it w fades, just above it w grows:
+
+# %% tags=["answer"]
+for late in range(4):
+    limit = 2 * math.sin(math.pi / (4 * late + 2))
+    below, above = (max(map(abs, weights(near * limit, late, 3000)[-50:])) for near in (0.98, 1.02))
+    print(f"{late} updates late: up to a rate of {limit:.3f}")
+    assert below < 0.01
+    assert above > 100
+
+# %% [markdown] tags=["answer"]
+# With three updates, as on PipeDream's first rank of four, the limit is 0.445. A rate that a model has been tuned with
+# may be too large once its gradients are late, and a smaller one needs more steps.
 
 # %% [markdown]
 # So that is the trade: the bubble of each flush, against versions of the weights and a smaller learning rate. With many

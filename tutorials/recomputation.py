@@ -196,11 +196,13 @@ assert trace.makespan == pipelab.lower_bound(ahead) == 38
 # 7B with its 32 layers on four GPUs, 1F1B with 32 micro-batches of one sequence. Say for each rank how many layers it
 # holds, and how many of these recompute. A layer's forward takes 1 unit, its backward 2, and 3 with recomputation.
 #
-# - **Par with GPUs of 80 GB and sequences of 16,384 words: 929 units.**
-# - **Par with GPUs of 48 GB and sequences of 8,192 words: 938 units.**
+# - **Par with GPUs of 80 GB, sequences of 16,384 words and 8 layers on each rank: 929 units.**
+# - **Par with GPUs of 48 GB, sequences of 8,192 words and any numbers of layers: 938 units.**
 #
 # `gigabytes` counts what a rank holds. The function below recomputes everything, and takes 1120 units: the starting
-# point, not the solution. (A hint for the second par: a rank that recomputes is slower. What can it give away?)
+# point, not the solution. The first par needs no trying: how few layers may recompute on each rank? For the second, do
+# the same with 8 layers on each rank, and look at the slowest rank: the step takes at least 32 times as long as it
+# takes for one micro-batch. Give one of its layers to a rank that has the time and the memory for it.
 
 # %%
 LAYERS, WIDTH, WORDS = 32, 4096, 32_000

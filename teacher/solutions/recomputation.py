@@ -3,7 +3,9 @@
 For a number of layers, the memory says how many must recompute: as few as fit. Then a rank takes 3 units for each
 layer, and 1 more for each that recomputes. So give out one layer at a time, each time to the rank that will then be the
 least slow. With 80 GB all ranks keep 8 layers, of which 3 and 1 recompute on the first two. With 48 GB rank 0 would
-have to recompute 5 of 8; it gives one layer to the last rank, and recomputes 3 of 7.
+have to recompute 5 of 8; it gives one layer to the last rank, and recomputes 3 of 7. (On rank 2, a ninth layer would
+make two recompute.) With 80 GB, rank 0 takes 27 units for a micro-batch with its 8 layers, and so would any rank with
+9: other cuts fill and drain for longer, and take 933 units or more.
 
 Without recomputation the first fits with a cut of 6, 7, 10 and 9 layers, and takes 1023 units. The second does not fit:
 its most balanced cut takes 49.5 GB.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shlex
 import sys
 import warnings
@@ -151,8 +152,7 @@ def check(
     if faults:
         raise pipelab.ScheduleError(faults, name)
     plan = simulate(subject).plan
-    actions = sum(map(len, plan.bound.lists))
-    say(f"{name} is right: {actions} actions, no fault")
+    say(f"{name} is right: {sum(map(len, plan.bound.lists))} actions, no fault")
     stages = f"all {plan.stages} stages" if plan.stages > 1 else "its only stage"
     backward = " and once backward" * (not plan.forwards_only)
     say(f"every micro-batch goes through {stages} once forward{backward}; no rank gets stuck")
@@ -160,8 +160,7 @@ def check(
         say(faults.transports)
     elif transport != "buffered":
         say(f"with order {order} and transport {transport}, no send or receive gets stuck either")
-    replicated = [stage for stage, holders in plan.replicas.items() if len(holders) > 1]
-    if replicated:
+    if replicated := [stage for stage, holders in plan.replicas.items() if len(holders) > 1]:
         say(f"stages on several ranks, whose gradients are all-reduced: {ranges(replicated)}")
 
 
@@ -430,6 +429,8 @@ def docs(
     """
     package = Path(pipelab.__file__).parent
     built = [folder for folder in (package / "site", package.parent / "site") if (folder / "index.html").is_file()]
+    if not built and (unbuilt := package.parent / "docs" / "unbuilt.py").is_file():  # a copy of the repository
+        built = [runpy.run_path(str(unbuilt))["pages"]()]
     if not built:
         raise UsageError("the documentation is not built\n  try: make site in pipelab's folder, then pipelab docs")
     try:
@@ -466,8 +467,7 @@ def main() -> None:
 def _in_words(error: Exception) -> str:
     """Return an error for the terminal; raise what is a bug."""
     if isinstance(error, PipelabError):
-        lead = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        return folded(f"{lead}{error}")
+        return folded(str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}")
     if isinstance(error, OSError):
         return folded(f"{error.filename or 'a file'}: {error.strerror or error}")
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":

@@ -56,8 +56,9 @@ def test_the_documentation_is_served_to_this_machine_alone(tmp_path, monkeypatch
     monkeypatch.setattr(pipelab, "__file__", str(tmp_path / "pipelab" / "__init__.py"))
     with pytest.raises(UsageError, match="make site"):
         docs(0, browser=False)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "index.html").write_text("pipelab, explained")
+    (tmp_path / "docs" / "plain").mkdir(parents=True)
+    (tmp_path / "docs" / "plain" / "index.html").write_text("pipelab, explained")
+    (tmp_path / "docs" / "unbuilt.py").write_text(f"pages = lambda: {str(tmp_path / 'docs' / 'plain')!r}")
     opened = queue.Queue()
     monkeypatch.setattr(webbrowser, "open", opened.put)
     Thread(target=docs, args=(0, True), daemon=True).start()

@@ -233,7 +233,7 @@ def report(found: dict[str, object]) -> str:
         lines.append(
             f"| {engine} | **{median(map(abs, errors)):.1%}** | {low:+.1%} and {high:+.1%} "
             f"| {max(errors, key=abs):+.1%} | {median(abs(row['own_error']) for row in made['rows']):.1%} "
-            f"| {made['beside'] or 1:.3f} times | {made['others']:.2f} |"
+            f"| {format(made['beside'], '.3f') + ' times' if made['beside'] else '?'} | {made['others']:.2f} |"
         )
     for where, held in {
         **{each: made["intervals"] for each, made in engines.items()},

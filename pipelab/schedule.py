@@ -30,11 +30,12 @@ from pipelab.plan.transfers import Lookahead, Step, lookaheads, residence
 def _collecting_later() -> Iterator[None]:
     """Let Python's garbage collector wait: it would look at a plan's millions of actions again and again."""
     on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
-        (gc.enable if on else gc.disable)()
+        if on:  # it is never off afterwards because of two threads, or of an interrupt
+            gc.enable()
 
 
 class Schedule(ABC):

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -278,6 +279,26 @@ def test_drafting_leaves_the_garbage_collector_as_it_was_also_after_an_error():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_two_threads_that_draft_at_once_leave_the_garbage_collector_on():
+    first, second = threading.Event(), threading.Event()
+
+    def actions(self, rank):
+        first.set()
+        assert second.wait(10)
+        yield from (F(0), B(0))
+
+    def later(self, rank):
+        yield from (F(0), B(0))
+        second.set()
+        thread.join(10)
+
+    thread = threading.Thread(target=written(actions)(1, 1).draft)
+    thread.start()
+    assert first.wait(10)
+    written(later)(1, 1).draft()
+    assert gc.isenabled()
 
 
 class Lagged(pipelab.GPipe):

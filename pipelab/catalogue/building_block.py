@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from operator import itemgetter
 
@@ -32,14 +32,16 @@ class BuildingBlock:
     """How many slots later the next micro-batch does the same."""
     place: tuple[int, ...]
     """For each stage, its rank."""
+    right: InitVar[bool] = False
 
-    def require(self) -> BuildingBlock:
-        """Return the block; refuse passes that are missing, too early, or in a slot that is taken."""
+    def __post_init__(self, right: bool) -> None:
+        """Refuse passes that are missing, too early, or in a slot that is taken, unless known to be right."""
+        if right:
+            return
         if not self.place or set(self.place) != set(range(max(self.place) + 1)):
             raise UsageError(f"place={list(self.place)}: expected a rank for each stage, and no rank left out")
         self._require_order()
         self._require_room()
-        return self
 
     @property
     def ranks(self) -> int:
@@ -176,7 +178,7 @@ def building_block(passes: Mapping[str, int], interval: int, place: Sequence[int
     ranks_of = tuple(stages if place is None else map(whole, place))
     if len(ranks_of) != len(stages):
         raise UsageError(f"place={list(ranks_of)}: expected {counted(len(stages), 'rank')}, one for each stage")
-    return BuildingBlock(starts, require_size("interval", interval), ranks_of).require()
+    return BuildingBlock(starts, require_size("interval", interval), ranks_of)
 
 
 def first_fit(
@@ -207,7 +209,7 @@ def first_fit(
         here.update(cells)
         part, ahead = (number - 1) * len(speeds) // len(way), number * len(speeds) // len(way)
         start = slot + (speeds[part] if part == ahead else takes) + turn * (number == stages)
-    return BuildingBlock(passes, interval, tuple(place))
+    return BuildingBlock(passes, interval, tuple(place), right=True)
 
 
 class Controlled(VShaped):

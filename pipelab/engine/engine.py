@@ -19,7 +19,7 @@ from pipelab.engine.model.split import Stages
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Cut, Part, Reduction, join
 from pipelab.engine.stage.errors import PARTIAL
-from pipelab.engine.stage.loss import Loss, total
+from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import tensors_of
 from pipelab.engine.stage.replicas import Buffers, Runners
 from pipelab.engine.stage.stage import Stage
@@ -247,21 +247,19 @@ def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | Non
 
 
 class Step:
-    """The result of one step, or of one evaluation."""
+    """The result of one step, or of one evaluation.
 
-    def __init__(self, loss: Loss, state: StepState, labels: Sequence[str]) -> None:
-        self._losses = loss.values, loss.weights
+    Attributes:
+        loss: the loss of the whole batch, a tensor without dimensions or history.
+    """
+
+    def __init__(self, loss: torch.Tensor, state: StepState, labels: Sequence[str]) -> None:
+        self.loss = loss
         self._outputs, self._outputs_on, self._joined = state.outputs, state.outputs_on, state.joined
-        marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
-        self._measured = state.measured or (lambda: (marks, {}))
-        self._clocks, self._note = state.clocks, state.note
+        self._marks = [(each.begun, each.ended, [*chain(*each.moves)]) for each in state.ranks]
+        self._clocks, self._note, self._measured = state.clocks, state.note, state.measured
         self._plan = state.plan
         self._labels = labels
-
-    @cached_property
-    def loss(self) -> torch.Tensor:
-        """The loss of the whole batch, a tensor without dimensions or history."""
-        return total(*self._losses)
 
     @cached_property
     def outputs(self) -> Any:
@@ -280,7 +278,7 @@ class Step:
     @cached_property
     def trace(self) -> Trace:
         """When each action started and ended, in milliseconds since the step began; measured in the workers."""
-        each, travel = self._measured()
+        each, travel = self._measured() if self._measured else (self._marks, {})
         readings = [[*map(clock.nanoseconds, marks)] for clock, marks in zip(self._clocks, each, strict=True)]
         origin = min(chain(*chain(*readings)), default=0)
         times = [[[(mark - origin) / 1e6 for mark in marks] for marks in rank] for rank in readings]

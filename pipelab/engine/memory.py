@@ -85,7 +85,7 @@ def step_memory(
             torch.cuda.reset_peak_memory_stats(gpu)
         with torch.autograd.graph.saved_tensors_hooks(watch.pack, unpacked), engine.watched_by(watch):
             state, loss = pipe.run(x, y, keywords)
-        trace = Step(loss, state, engine.labels).trace
+        trace = Step(loss.total(), state, engine.labels).trace
         allocated = {str(gpu): torch.cuda.max_memory_allocated(gpu) for gpu in gpus}
     curves = tuple(
         tuple(Held(time, action, *sizes) for time, (action, sizes) in zip([trace.start, *ends], seen, strict=True))

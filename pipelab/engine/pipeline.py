@@ -270,12 +270,11 @@ class Pipeline:
 
     def _result(self, state: StepState, loss: Loss) -> Step:
         """Return the result of a step or an evaluation; warn of its loss, once."""
-        step = Step(loss, state, tuple(self.engine.labels))
-        known = (value for value in loss.values if value is not None and value.device.type == "cpu")
-        if not self._warned_of_nan and not all(map(math.isfinite, known)):
+        total = loss.total()
+        if not self._warned_of_nan and total.device.type == "cpu" and not math.isfinite(total):
             self._warned_of_nan = True
             warnings.warn(
-                f"the loss of this step is {float(step.loss):g}\n"
+                f"the loss of this step is {float(total):g}\n"
                 "  try: Pipeline(..., watch_nan=True), whose step names the first action that makes NaN or infinity",
                 stacklevel=3,
             )
@@ -283,7 +282,7 @@ class Pipeline:
             self._warned = True
             together = lambda first: join_outputs(state.outputs[:first], state.counts, self.cut.batch_dim)  # noqa: E731
             warn_of_another_average(loss, self.reduction, together)
-        return step
+        return Step(total, state, tuple(self.engine.labels))
 
     def run(
         self, x: Any, y: Any, keywords: Any, only: int | None = None, *, learning: bool = True, **of_loss: Any

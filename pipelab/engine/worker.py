@@ -113,7 +113,7 @@ class Together(queue.SimpleQueue[Outcome]):
 
     def put(self, outcome: Outcome, *_: object) -> None:
         """Pass on the last outcome, or one that is an error."""
-        if next(self._last, True) or outcome.error is not None:
+        if outcome.error is not None or next(self._last, True):  # in this order, an error is before the last one
             super().put(outcome)
 
 

@@ -294,7 +294,8 @@ class Cost:
     def interval(self, predicted: float) -> tuple[float, float]:
         """Return between which times a step probably lies that these costs predict to take so long.
 
-        Nine of ten steps should lie inside, those of other orders and other numbers of micro-batches too. How wide it
+        Nine of ten steps should lie inside, those of other orders and other numbers of micro-batches too, if actions
+        take milliseconds: below, Python decides how long they take, and other orders lie outside. How wide it
         is follows from the fitted steps: from how far they are from these costs (`spread`, Student's distribution), and
         how far repeated actions are from each other (`variation`), because in another order other actions decide. If
         other programs kept the machine busy, there is none.

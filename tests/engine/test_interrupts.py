@@ -69,3 +69,5 @@ def test_the_last_outcome_wakes_the_caller_or_an_error():
     failing = Together(3)
     failing.put(Outcome(worker, None, wrong))
     assert failing.get().error is wrong
+    failing.put(Outcome(worker, 2, None))
+    assert failing.empty()  # no later outcome passes for the last one

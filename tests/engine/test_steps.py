@@ -35,6 +35,8 @@ def test_the_loss_is_the_whole_batchs_a_number_without_history():
     assert step.loss.shape == ()
     assert not step.loss.requires_grad
     assert f"loss={float(step.loss):g}" in repr(step)
+    kept = copy.deepcopy(step)
+    assert (kept.loss, kept.trace.makespan) == (step.loss, step.trace.makespan)
 
 
 def test_a_loss_of_shape_one_counts_as_a_number():

@@ -8,7 +8,7 @@ In `{"ids": ids, "mask": whole(mask)}`, with 4 micro-batches of 8 rows:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, Literal
@@ -133,11 +133,6 @@ def taken(module: nn.Module, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of some keywords that a stage's module takes."""
     names, takes_all = _names(module)
     return {name: value for name, value in keywords.items() if takes_all or name in names}
-
-
-def take_any(modules: Iterable[nn.Module]) -> bool:
-    """Return whether some stage takes any keywords."""
-    return any(names or takes_all for names, takes_all in map(_names, modules))
 
 
 def require_taken(modules: Sequence[nn.Module], keywords: Mapping[str, Any]) -> None:

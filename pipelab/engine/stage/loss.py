@@ -66,12 +66,14 @@ class Loss:
         """Return the gradient that a micro-batch's backward starts from: the weight of its loss."""
         return torch.full_like(loss, self.weights[microbatch] * self.scale)
 
-
-def total(values: Sequence[torch.Tensor | None], weights: Sequence[float]) -> torch.Tensor:
-    """Return the loss of the whole batch, without dimensions or history, on the first micro-batch's device."""
-    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
-    weighed = [value.reshape(()).to(known[0][0].device) * weight for value, weight in known]
-    return torch.stack(weighed).sum()
+    def total(self) -> torch.Tensor:
+        """Return the loss of the whole batch, without dimensions or history, on the first micro-batch's device."""
+        known = [(value, weight) for value, weight in zip(self.values, self.weights, strict=True) if value is not None]
+        device = known[0][0].device
+        values = [(value.reshape(()) if value.dim() else value).to(device) for value, _ in known]
+        if len({weight for _, weight in known}) == 1:  # nearly always, and a small step waits for this
+            return (torch.stack(values) * known[0][1]).sum()
+        return torch.stack([value * weight for value, (_, weight) in zip(values, known, strict=True)]).sum()
 
 
 def require_loss(loss_fn: object, reduction: Reduction) -> None:

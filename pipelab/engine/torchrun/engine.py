@@ -25,7 +25,6 @@ from pipelab.engine.model.unmade import room_for
 from pipelab.engine.stage.autograd import CallerContext
 from pipelab.engine.stage.batch import Part
 from pipelab.engine.stage.errors import warn_of_what_is_left
-from pipelab.engine.stage.inputs import take_any
 from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import full_tensor, local_part, tensors_of
 from pipelab.engine.stage.replicas import Runners, Tied, accumulate, refuse_lost_hooks, versions, written_error
@@ -101,8 +100,6 @@ class TorchEngine(Engine):
         self._clock = SharedClock()
         self.random = Streams(stages.named, [devices[rank]])
         self._seed = 0  # of the random numbers of the next step
-        self._take_keywords = take_any(stages.modules)
-        self._agree: Callable[[], None] = lambda: None  # what the next step begins with
         self._parts: dict[str, Part] = {}  # of the last batch, those that this process was not given
         self._keywords: dict[str, tuple[str, list[tuple[str, ...]]]] = {}  # by this process's, those of all
         self._named: list[tuple[str, ...]] = []  # of the present step, by micro-batch
@@ -129,18 +126,12 @@ class TorchEngine(Engine):
             if reset:
                 self._clock = set_clocks(self.group)
 
-        def shapes() -> str:
-            return "; ".join(filter(None, (about, parts[0].words, named.words)))
-
-        if shapes() in self._metas and not self._take_keywords and all(part.here and not part.error for part in parts):
-            self._agree = work  # nothing that the answer could change is needed before the step runs
-        else:
-            self.attend(work, call)
+        self.attend(work, call)
         self._parts.update({part.name: part for part in parts if not part.here})
         if named.words != agreed or own not in self._keywords:
             self._keywords[own] = named.words, [*zip(*named.named.values(), strict=True)]
         self._named = self._keywords[own][1]
-        self._shapes = shapes()
+        self._shapes = "; ".join(filter(None, (about, parts[0].words, named.words)))
 
     def run(
         self, inputs: list[Any], loss: Loss | None, caller: CallerContext, *, learning: bool, watch_nan: bool
@@ -204,19 +195,16 @@ class TorchEngine(Engine):
         with ExitStack() as stack:
             self._stream.enter(stack)
             step.caller.enter(stack)
-            # [1] all processes mean this step
-            agree, self._agree = self._agree, lambda: None
-            agree()
-            # [2] which values will be sent?
+            # [1] which values will be sent?
             if self._shapes not in self._metas:
                 here = (self.plan, self.rank, self._runners, self._stream, self._connections.values)
                 self._metas[self._shapes] = learn_metas(*here, step.inputs, step.shapes, learning=learning)
             step.metas = self._metas[self._shapes]
-            # [3] PyTorch's runtime runs this rank's order
+            # [2] PyTorch's runtime runs this rank's order
             self._step = step
             step.streams = self.random.begin(self.stages.modules, lambda: self.runners.modules, seed=self._seed)
             self._go(step)
-            # [4] all processes exchange times and losses
+            # [3] all processes exchange times and losses
             made = share(self.group, step, self._clock)
         self._step = None
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -84,18 +84,23 @@ def show_demo(folder: Path, steps: int) -> None:
         "\nGPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
         "nearly as slow as naive.\n"
     )
-    if "*" in str(tables):
-        times = [words[1] for words in map(str.split, tables[0] + tables[1]) if words and words[0] in schedules]
-        console.print(f"{BUSY if all('*' in time for time in times) else LEGEND}\n", markup=False, highlight=False)
-    share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
-    if why := why_slow(setting.ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower):
-        console.print(f"The first table: {why}\n", markup=False, highlight=False)
+    _say_what_holds(console, tables, trained, setting.ranks)
     for path in _save(folder, trained, emulations):
         wrote(path)
     console.print(
         f"\nOpen {folder / 'four-devices.html'} first. Then write your own schedule: README.md shows how, and "
         "`pipelab check my_file.py` explains what is wrong with it."
     )
+
+
+def _say_what_holds(console: Console, tables: Sequence[list[str]], trained: Sequence[Trained], ranks: int) -> None:
+    """Print which times of the tables are not reliable, and why a pipeline was slow."""
+    if "*" in str(tables):
+        times = [words[1] for words in map(str.split, tables[0] + tables[1]) if words and words[0] in schedules]
+        console.print(f"{BUSY if all('*' in time for time in times) else LEGEND}\n", markup=False, highlight=False)
+    share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
+    if why := why_slow(ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower):
+        console.print(f"The first table: {why}\n", markup=False, highlight=False)
 
 
 def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> list[tuple[str, ...]]:

@@ -32,8 +32,7 @@ def show_demo(folder: Path, steps: int) -> None:
     require_writable(folder / "training.html")
     console = Console()
     setting = Setting(steps=steps)
-    model = setting.model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in setting.model().parameters())
     console.print(
         f"A byte-level language model ({setting.blocks} blocks, {parameters:,} parameters) learns the source text of "
         f"Python's standard library: {setting.steps} steps of {setting.rows} x {setting.length} bytes, "
@@ -80,10 +79,6 @@ def show_demo(folder: Path, steps: int) -> None:
     )
     console.print("[bold]Four emulated devices, 8 micro-batches[/]")
     console.print("\n".join(tables[1]), highlight=False, markup=False)
-    console.print(
-        "\nGPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
-        "nearly as slow as naive.\n"
-    )
     _say_what_holds(console, tables, trained, setting.ranks)
     for path in _save(folder, trained, emulations):
         wrote(path)
@@ -94,7 +89,11 @@ def show_demo(folder: Path, steps: int) -> None:
 
 
 def _say_what_holds(console: Console, tables: Sequence[list[str]], trained: Sequence[Trained], ranks: int) -> None:
-    """Print which times of the tables are not reliable, and why a pipeline was slow."""
+    """Print what the tables show, which of their times are not reliable, and why a pipeline was slow."""
+    console.print(
+        "\nGPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
+        "nearly as slow as naive.\n"
+    )
     if "*" in str(tables):
         times = [words[1] for words in map(str.split, tables[0] + tables[1]) if words and words[0] in schedules]
         console.print(f"{BUSY if all('*' in time for time in times) else LEGEND}\n", markup=False, highlight=False)

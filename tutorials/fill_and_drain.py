@@ -31,7 +31,7 @@ print(gpipe.ledger)
 # %% [markdown]
 # - [**fill**](#s=0:idle.3.0): rank r cannot begin before r forwards have passed through the ranks before it. It waits r
 #   × 1 units.
-# - [**dependency**](#s=0:idle.0.8), here: after its last forward, rank r waits while that micro-batch goes down the P -
+# - [**wait**](#s=0:idle.0.8), here: after its last forward, rank r waits while that micro-batch goes down the P -
 #   1 - r ranks after it, and while the first gradient comes back up through them. It waits (P - 1 - r) × (1 + 2) units.
 # - [**drain**](#s=0:idle.3.27): when rank r is done, r backwards are still to come on the ranks before it. It waits r ×
 #   2 units.
@@ -43,7 +43,7 @@ print(gpipe.ledger)
 for rank in range(P):
     waits = gpipe.ledger[rank]
     assert waits.get("fill", 0) == rank * 1
-    assert waits.get("dependency", 0) == (P - 1 - rank) * (1 + 2)
+    assert waits.get("wait", 0) == (P - 1 - rank) * (1 + 2)
     assert waits.get("drain", 0) == rank * 2
     assert sum(waits.values()) == (P - 1) * (1 + 2) == 9
 

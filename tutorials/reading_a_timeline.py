@@ -50,9 +50,9 @@ assert idle.index(min(idle)) == SLOW
 # %% [markdown] tags=["answer"]
 # The **ledger** splits each rank's time into work and waiting, by reason. Rank 2 is the one that hardly waits. **A rank
 # that waits is a victim; look for the one that does not.** Before its first action a rank waits for `fill`, and after
-# its last one for `drain`. In between, the idle ranks wait for `dependency`: what they need has not been computed yet.
+# its last one for `drain`. In between, the reason is `wait`: what the ranks need has not been computed yet.
 # If the network were the cause, they would wait for `transfer`. With the reason `order`, all that a rank needs is
-# there, and the machine is late. A poor schedule also makes ranks wait for `dependency`, so we check it below.
+# there, and the machine is late. A poor schedule also gives `wait`, so we check it below.
 
 # %% [markdown]
 # ## Why does this rank wait, now?

@@ -110,7 +110,7 @@ zb_h1
 for rank in range(P):
     waits = zb_h1.ledger[rank]
     assert waits.get("fill", 0) == rank
-    assert waits.get("dependency", 0) == P - 1 - rank
+    assert waits.get("wait", 0) == P - 1 - rank
     assert waits.get("drain", 0) == 0
 assert zb_h1.makespan == pipelab.lower_bound(pipelab.ZBH1(P, M), cost) == (P - 1) + M * 3 == 27
 

@@ -80,7 +80,7 @@ def why(
             raise UsageError("--delays prints sentences: leave out --save and --at")
         echo("\n".join(str(pipelab.what_if(trace, each)) for each in range(trace.ranks) if rank in (None, each)))
     elif rank is None:
-        echo(f"{wording.headline(trace)}: {wording.figures(trace)}")
+        echo(f"{wording.headline(trace)}\n{wording.caption(trace)}")
         print_and_save(trace.ledger.table, save)
     elif at is not None:
         echo(trace.why(rank, at))

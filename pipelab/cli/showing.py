@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -80,7 +81,7 @@ def show_demo(folder: Path, steps: int) -> None:
     console.print("[bold]Four emulated devices, 8 micro-batches[/]")
     console.print("\n".join(tables[1]), highlight=False, markup=False)
     _say_what_holds(console, tables, trained, setting.ranks)
-    for path in _save(folder, trained, emulations):
+    for path in _save(folder, trained, emulations, tables):
         wrote(path)
     console.print(
         f"\nOpen {folder / 'four-devices.html'} first. Then write your own schedule: README.md shows how, and "
@@ -139,15 +140,22 @@ def _cell(shown: str, measured: float, predicted: float | None, others: float) -
     return shown + "*" * (not believable(measured, predicted, others))
 
 
-def _save(folder: Path, trained: list[Trained], emulations: Mapping[str, tuple[Trace, Trace]]) -> list[Path]:
-    """Write the pictures; return their paths."""
+def _save(
+    folder: Path, trained: list[Trained], emulations: Mapping[str, tuple[Trace, Trace]], tables: Sequence[list[str]]
+) -> list[Path]:
+    """Write the pictures, with the marks of the tables' times; return their paths."""
     real = compare(*(each.trace for each in trained), names=[f"{each.schedule}, measured" for each in trained])
     four = compare(
         *(trace for measured, predicted in emulations.values() for trace in (predicted, measured)),
         names=[f"{name}, {kind}" for name in emulations for kind in ("predicted", "measured")],
     )
+    marked = []
+    for shown, table in zip((real, four), tables, strict=True):
+        stars = {f"{words[0]}, measured" for words in map(str.split, table) if words and "*" in words[1]}
+        names = (f"{name} {LEGEND}" if name in stars else name for name in shown.names)
+        marked.append(replace(shown, names=tuple(names)))
     return [
         comparison.save(folder / f"{name}.{suffix}")
-        for name, comparison in (("training", real), ("four-devices", four))
+        for name, comparison in zip(("training", "four-devices"), marked, strict=True)
         for suffix in ("html", "svg")
     ]

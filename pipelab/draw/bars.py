@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.draw import colours, wording
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
-from pipelab.trace.ledger import WORDS
+from pipelab.trace.ledger import WAITS
 from pipelab.trace.waits import Half, half
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Lanes:
             gap
             for rank in range(self.trace.ranks)
             for gap in self.gaps(rank)
-            if gap.idle.giver is not None and gap.idle.reason in ("dependency", "behind another transfer", "transfer")
+            if gap.idle.giver is not None and gap.idle.reason in WAITS
         )
         longest = max(waiting, key=lambda gap: (gap.idle.duration, -gap.idle.rank, -gap.start), default=None)
         if longest is None:
@@ -136,15 +136,15 @@ class Lanes:
         return longest, next(self.bars(rank, at, at + 1))
 
     def _words(self, idle: Idle) -> tuple[str, ...]:
-        word = WORDS[idle.reason]
-        least = (f"{word} {wording.number(idle.duration)}", word)
+        long = f"{idle.reason} {wording.number(idle.duration)}"
         if idle.giver is None or idle.reason in ("fill", "order"):
-            return least
+            return (long, idle.reason)
         if idle.reason == "channel":
-            return (f"{least[0]} for {idle.giver}", *least)
+            return (f"{long} for {idle.giver}", long, idle.reason)
         code = self.trace.plan.bound.codes.code(idle.giver)
         giver, rank = self._named(code)[1], self.trace.plan.bound.rank_of[code]
-        return (f"{least[0]} for {giver} of rank {rank}", f"{least[0]} for {giver}", *least)
+        whose = f"for {giver} of rank {rank}"
+        return (f"{long} {whose}", f"{idle.reason} {whose}", whose, f"for rank {rank}", f"r{rank}")
 
     def until(self, rank: int, time: float) -> int:
         """Return how many of a rank's actions start before a time."""

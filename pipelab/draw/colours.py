@@ -23,7 +23,7 @@ PALETTE = {kind: traits.colours for kind, traits in TRAITS.items()}
 
 HATCHES: dict[Reason, str] = {
     "fill": "/",
-    "dependency": "",
+    "wait": "",
     "behind another transfer": "|",
     "transfer": "-",
     "channel": "+",

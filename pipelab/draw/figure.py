@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,7 @@ from pipelab import files
 from pipelab.draw import colours, wording
 from pipelab.draw.bars import Bar, Lanes
 from pipelab.errors import UsageError, clean
-from pipelab.plan.actions import EVERY_KIND, PER_MICROBATCH, Action, Kind
+from pipelab.plan.actions import PER_MICROBATCH, Action, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,8 +332,9 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
     small = _small(ax)
     size = 7 if small else 10
     if name:
-        lines = [_cut(name, points(ax) / 8, by=", ")] if small else [name, wording.figures(trace)]
-        title = "\n".join(_cut(line, points(ax) / (8 if small else 10)) for line in lines)
+        title = _cut(name, points(ax) / 8, by=", ") if small else _cut(name, points(ax) / 10)
+        if not small:
+            title += "\n" + textwrap.fill(wording.caption(trace), int(points(ax) / 5.6))
         ax.set_title(title, loc="left", fontsize=8 if small else 10, linespacing=1.4, parse_math=False, pad=4)
     if ax.xaxis.get_tick_params().get("labelbottom", True):
         ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False, fontsize=size)
@@ -368,21 +370,16 @@ def _without_middle(name: str, letters: int) -> str:
     return f"{start} … {end}"
 
 
-def _entries(traces: Sequence[Trace], own: Colours) -> list[Patch]:
-    """Return the entries of a legend: what is drawn."""
+def _entries(traces: Sequence[Trace], own: Colours, paper: bool, small: bool) -> list[Patch]:
+    """Return the entries of a legend: what is drawn; on paper in few words, and where it is small, in the fewest."""
     from matplotlib.patches import Patch
 
-    there = {kind for trace in traces for kind in trace.plan.bound.kinds}
-    there |= {event.action.kind for trace in traces for event in trace.moves}
-    patches = [
-        Patch(facecolor=own.get(kind, colours.PALETTE[kind][0]), label=f"{kind} {Action(kind).word}")
-        for kind in EVERY_KIND
-        if kind in there
-    ]
+    words = wording.legend(traces, brief=paper or small) | ({"F": "F forward"} if small else {})
+    patches = [Patch(facecolor=own.get(kind, colours.PALETTE[kind][0]), label=label) for kind, label in words.items()]
     reasons = {idle.reason for trace in traces if not coarse(trace) for idle in trace.idle}
-    waits, rest = colours.WAIT, colours.REST
+    waits, rest, waiting = colours.WAIT, colours.REST, "wait" if paper or small else wording.WAIT + wording.ARROW
     for label, ground, hatch, drawn in (
-        ("waits", waits, "", any(colours.ground(reason) is waits for reason in reasons)),
+        (waiting, waits, "", any(colours.ground(reason) is waits for reason in reasons)),
         ("transfer", waits, 2 * colours.HATCHES["transfer"], "transfer" in reasons),
         ("not begun, or done", rest, "//", not reasons.isdisjoint(("fill", "drain"))),
         ("idle", rest, "", any(map(coarse, traces))),
@@ -405,11 +402,11 @@ def _columns(patches: Sequence[Patch], room: float, size: float) -> tuple[int, f
     return columns, wide
 
 
-def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False) -> None:
+def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False, paper: bool = False) -> None:
     """Draw the legend of what is drawn: beside the axis's name, or else below it, which is outside given axes."""
     from matplotlib.transforms import ScaledTranslation
 
-    small, patches = _small(ax), _entries(traces, own)
+    small, patches = _small(ax), _entries(traces, own, paper, _small(ax))
     size = 7 if small else 9
     name = text_width(ax.get_xlabel()) * (7 if small else 10) + 12
     beside = _columns(patches, inf, size)[1] + name <= points(ax)
@@ -434,7 +431,7 @@ def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False)
     made.set_visible(not given or (beside and bool(ax.get_xlabel())))
 
 
-_EDGES = {False: (0.75, 0.3, 0.55, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
+_EDGES = {False: (0.75, 0.3, 0.75, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
 """The margins of a timeline in inches, and of a small one: rank names, nothing, the title, and axis and legend."""
 _NARROWEST, _WIDEST, _SMALL = 8.0, 14.0, 360.0
 """How many inches the time may take, and below how many points axes are small."""
@@ -456,8 +453,8 @@ def plot(
         ax = _figure([trace], same_axis=False, width=_inches(width), own=own)[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
     draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan)
-    owner(ax).set_label(f"{name}\n{wording.figures(trace)}")
-    legend([trace], ax, own, given)
+    owner(ax).set_label(f"{name}\n{wording.caption(trace)}")
+    legend([trace], ax, own, given, width is not None)
     return ax
 
 
@@ -488,7 +485,7 @@ def plot_comparison(
         until = longest if comparison.shares_axis else trace.makespan
         draw(Lanes(trace, own, label), ax, wording.called(name), until)
     figure.set_label(f"Comparison of {', '.join(map(wording.called, comparison.names))}")
-    legend(comparison.traces, axes[-1], own)
+    legend(comparison.traces, axes[-1], own, paper=width is not None)
     return figure
 
 
@@ -569,10 +566,11 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None, own: 
     small = width is not None and 72 * (width - sum(_EDGES[False][:2])) < _SMALL
     left, right, title, axis = _EDGES[small]
     lanes = [height(trace.ranks) * (0.6 if small and len(traces) > 1 else 1) for trace in traces]
-    if width is not None:
+    if paper := width is not None:
         wide, title = width - left - right, title if len(traces) > 1 else 0.1
-        columns, _ = _columns(patches := _entries(traces, own), 72 * width - _AIR, 7 if small else 9)
-        axis += (0.14 if small else 0.18) * -(-len(patches) // columns)
+    patches = _entries(traces, own, paper, small)
+    columns, _ = _columns(patches, 72 * (wide + left + right) - _AIR, 7 if small else 9)
+    axis += (0.14 if small else 0.18) * (-(-len(patches) // columns) - (not paper))
     high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * axis
     if same_axis:
         high += (len(traces) - 1) * 0.1

@@ -116,7 +116,7 @@ def _image(draw: Callable[[], str], alt: str, plain: Callable[[], str]) -> str:
 
 def trace_html(trace: Trace) -> str:
     """Return what a notebook shows of a trace."""
-    alt = f"{wording.headline(trace)}: {wording.figures(trace)}"
+    alt = f"{wording.headline(trace)}: {wording.caption(trace)}"
     actions = sum(map(len, trace.starts))
     if actions > _MOST_ACTIONS:
         still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))

@@ -3,11 +3,13 @@
     rank 0 | 0F0 [0B0] 0F1 0B1         [ ] blocked: nothing can start any more
     rank 1 | 1F0 [1F1] 1B0 1B1         0B0 needs 1B0, which comes after 1F1, which needs 0F1, which comes after 0B0
 
-`drawings` makes them: for a cycle, its steps as numbered arrows, and beside it the order that pipelab has tried out.
+`drawings` makes them: for a cycle, its steps as numbered arrows to what waits, and beside it the order that pipelab has
+tried out.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -73,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Arrow:
-    """A step of a cycle, from row and column to row and column."""
+    """A step of a cycle, from row and column to row and column: from what comes first to what waits for it."""
 
     start: tuple[int, int]
     end: tuple[int, int]
@@ -154,7 +156,7 @@ def drawings(faults: Faults) -> list[Drawing]:
         mistake = left.pop(0)
         found.append(_of_plan(faults.plan, [mistake]))
         if not left:
-            found.append(replace(plan_drawing(faults.meant), title=f"try: {mistake.hint}", after=True))
+            found.append(replace(plan_drawing(faults.meant), title=f"try: {_said(mistake.hint)}", after=True))
     plan = faults.meant or faults.plan
     cycles = [fault for fault in left if fault.cycle]
     if others := [fault for fault in left if not fault.cycle]:
@@ -169,7 +171,7 @@ def drawings(faults: Faults) -> list[Drawing]:
             after = _moved(_rows(fault.tried), before.rows)
             still = any(cell.state == "blocked" for row in after for cell in row) and len(faults) > 1
             more = "; what is still blocked waits for another fault" if still else ""
-            found.append(Drawing(f"try: {fault.hint}{more}", after, after=True))
+            found.append(Drawing(f"try: {_said(fault.hint)}{more}", after, after=True))
     return found
 
 
@@ -197,17 +199,24 @@ def _of_plan(plan: Plan, faults: Sequence[Fault], shown: Fault | None = None, ti
         return _with_cycle(rows, shown, unplaced=len(rows) > plan.ranks)
     unplaced = len(rows) > plan.ranks
     if len(faults) == 1:
-        hint = "" if faults[0].tried is not None else faults[0].hint
+        hint = "" if faults[0].tried is not None else _said(faults[0].hint)
         return Drawing(_line(faults[0]), rows, hint=hint, unplaced=unplaced)
     return Drawing(
         title,
         rows,
         notes=[
-            f"{_line(fault)}{f'; try: {fault.hint}' if fault.hint else ''}{_more(alike)}"
+            f"{_line(fault)}{f'; try: {_said(fault.hint)}' if fault.hint else ''}{_more(alike)}"
             for fault, *alike in _causes(faults)
         ],
         unplaced=unplaced,
     )
+
+
+def _said(words: str) -> str:
+    """Return a sentence without Python and names of values: `yield F(1, 2)` becomes `run 2F1`."""
+    for value, name in (("out", "output"), ("gin", "gradient")):
+        words = re.sub(rf"needs {value}\((\d+), \d+\)", rf"waits for the {name} of micro-batch \1", words)
+    return re.sub(r"\b([A-Z])\((\d+)(?:, (\d+))?\)", r"\3\1\2", words.replace("yield ", "run "))
 
 
 def _line(fault: Fault) -> str:
@@ -225,10 +234,11 @@ def _with_cycle(rows: list[list[Cell]], fault: Fault, *, unplaced: bool = False)
         return None if column is None else (link.rank, column)
 
     steps = zip(fault.cycle, [*fault.cycle[1:], fault.cycle[0]], strict=True)
-    ends = [(place(link), place(after), number) for number, (link, after) in enumerate(steps, 1)]
+    ends = [(place(giver), place(link), number) for number, (link, giver) in enumerate(steps, 1)]
     arrows = [Arrow(start, end, number) for start, end, number in ends if start is not None and end is not None]
-    notes = [link.words for link in fault.cycle]
-    return Drawing(_line(fault), rows, arrows, notes, "" if fault.tried is not None else fault.hint, unplaced=unplaced)
+    notes = [_said(link.words) for link in fault.cycle]
+    hint = "" if fault.tried is not None else _said(fault.hint)
+    return Drawing(_line(fault), rows, arrows, notes, hint, unplaced=unplaced)
 
 
 def _backwards(row: Sequence[Cell]) -> Iterable[tuple[int, Cell]]:

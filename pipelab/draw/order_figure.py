@@ -234,7 +234,7 @@ def _arrow(arrow: Arrow, grid: _Grid, ax: Axes) -> None:
         x, x2 = x + aside, x2 - aside
         rad = 0.12
         bow = (-rad * (y2 - y), rad * (x2 - x))  # the y axis points down
-        at = 0.28 if down else 0.45  # two arrows that cross have their numbers in different places
+        at = 0.28  # two arrows that cross have their numbers in different places
     line = FancyArrowPatch((x, y), (x2, y2), connectionstyle=f"arc3,rad={rad}", arrowstyle="-|>", shrinkA=0, shrinkB=0)
     line.set(color=RED, linewidth=1.5, mutation_scale=10, zorder=5)
     line.set_gid(f"arrow {arrow.number}")

@@ -220,22 +220,25 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
     Example:
         >>> import pipelab
         >>> print(timeline(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=3)), width=100, colour=False))
-        1F1B · 2 ranks, 3 micro-batches, simulated: makespan 12 units, bubble 25.0 %, peak activations 2 1
+        1F1B · 2 ranks, 3 micro-batches, simulated
+        A step takes 12 units. The ranks idle 25.0 % of it (the bubble); rank 1 limits it. Rank 0 holds up
+        to 2 activations (by rank: 2 1).
         rank 0 │F0 F1 ······B0─── F2 B1─── ···B2───
         rank 1 │···F0 B0─── F1 B1─── F2 B2─── ······
                 ┬──────────────┬──────────────┬─────
                 0 units        5              10
+        F2 = forward of micro-batch 2; B backward; · wait (r2: for rank 2)
     """
     width, colour = _terminal(width, colour)
     lanes = Lanes(trace)
     gutter = _gutter([lanes])
     ranks, room = _drawn(trace), width - gutter
     ruler = Ruler.fit([lanes], ranks, room, bands=_SCREEN // (len(ranks) + 3))
-    lines = _wrapped(f"{wording.headline(trace)}: {wording.figures(trace)}", width)
+    lines = [*_wrapped(wording.headline(trace), width), *wrap(wording.caption(trace), width)]
     for band in range(len(ruler.bands)):
         lines += [*[""] * (band > 0), *_rows(lanes, ruler, gutter, colour, band)]
         lines += _axis(ruler, gutter, wording.unit(trace), band)
-    return "\n".join([*lines, *_legend(lines)])
+    return "\n".join([*lines, *_legend(lines, [trace], width)])
 
 
 def _wrapped(head: str, width: int) -> list[str]:
@@ -269,7 +272,7 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
     if whole:
         lines += _axis(common, gutter, wording.unit(comparison.traces[0]))
-    return "\n".join([*lines, *_legend(lines)]).rstrip()
+    return "\n".join([*lines, *_legend(lines, comparison.traces, width)]).rstrip()
 
 
 def _terminal(width: int | None, colour: bool | None) -> tuple[int, bool]:
@@ -375,7 +378,7 @@ def _say_gaps(row: list[str], gaps: Iterable[Gap], ruler: Ruler, begin: int) -> 
     """Write the words of idle times into a row that begins at a column, where there is room."""
     for gap in gaps:
         start, until = ruler.column(gap.start) - begin, ruler.column(gap.end) - begin
-        words = next((each for each in gap.words if len(each) + 4 <= until - start), None)
+        words = next((each for each in gap.words if len(each) + 2 <= until - start), None)
         if words and start >= 0 and until <= len(row) and set(row[start:until]) == {"·"}:
             row[start:until] = f"{words:·^{until - start}}"
 
@@ -406,9 +409,10 @@ def _painted(text: str, bar: Bar) -> str:
     return f"\x1b[38;5;{front};48;5;{colours.ansi(paper)}m{text}\x1b[0m"
 
 
-def _legend(lines: Sequence[str]) -> list[str]:
-    """Explain the mark of short actions, if there is one."""
-    return [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
+def _legend(lines: Sequence[str], traces: Sequence[Trace], width: int) -> list[str]:
+    """Explain the letters, and the mark of short actions, if there is one."""
+    short = [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
+    return wrap("; ".join([*wording.legend(traces).values(), f"· {wording.WAIT}", *short]), width)
 
 
 def _axis(ruler: Ruler, gutter: int, unit: str, band: int = 0) -> list[str]:

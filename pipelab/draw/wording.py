@@ -9,11 +9,13 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
+from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
 from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pipelab.plan.actions import Kind
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
     from pipelab.trace.waits import Wait
@@ -100,15 +102,54 @@ def span(trace: Trace, length: float | None = None) -> str:
     return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
 
-def figures(trace: Trace) -> str:
-    """Return makespan, bubble and peak in one line, and the ranks' own spans if all are shorter than the makespan.
+def caption(trace: Trace) -> str:
+    """Return what every picture of a trace says: its time, its bubble, which rank limits it, and its memory.
 
-    If ranks were idle because a value waited behind another transfer, that time follows too.
+    The ranks' own spans follow if all are shorter than the makespan, and what ranks were idle behind other transfers.
     """
-    peaks = elided(trace.peak_activations)
-    own = f", own spans {elided(map(number, trace.spans))}" if _slanted(trace) else ""
-    queued = f", idle behind other transfers {elided(map(number, trace.queued))}" if any(trace.queued) else ""
-    return f"makespan {span(trace)}, bubble {percent(trace.bubble)}, peak activations {peaks}{own}{queued}"
+    peaks, on_path = trace.peak_activations, [0.0] * trace.ranks
+    for event in trace.critical_path:
+        on_path[event.rank] += event.duration
+    most, rank = max(peaks), on_path.index(max(on_path))
+    idle = f"The ranks idle {percent(trace.bubble)} of it (the bubble)"
+    if any(TRAITS[kind].again for kind in trace.plan.bound.kinds):
+        again = sum(event.duration for event in trace.events if event.action.traits.again)
+        idle += f" and recompute {percent(again / (trace.ranks * trace.makespan or 1))}"
+    # A rank limits the step if most of the critical path is its.
+    limits = f"rank {rank} limits it" if on_path[rank] > 0.6 * trace.makespan else "no rank alone limits it"
+    who, each = (
+        (f"Rank {peaks.index(most)}", f" (by rank: {elided(peaks)})") if min(peaks) < most else ("Every rank", "")
+    )
+    told = [f"A step takes {span(trace)}", f"{idle}; {limits}"]
+    told += [f"{who} holds up to {counted(most, 'activation')}{each}"]
+    told += [f"Own spans: {elided(map(number, trace.spans))}"] if _slanted(trace) else []
+    told += [f"Idle behind other transfers: {elided(map(number, trace.queued))}"] if any(trace.queued) else []
+    return f"{'. '.join(told)}."
+
+
+WAIT, ARROW = "wait (r2: for rank 2)", ", arrow: the longest"
+"""What legends say besides kinds. The narrowest waits say only for which rank."""
+
+
+def legend(traces: Sequence[Trace], brief: bool = False) -> dict[Kind, str]:
+    """Return what a legend says of each kind of action that takes time in the traces: of forwards, an example."""
+    there = {kind for trace in traces for kind in trace.plan.bound.kinds}
+    there |= {event.action.kind for trace in traces for event in trace.moves if event.action.traits.cost}
+    parts = {} if brief else {kind: f"backward, part {part}: " for part, kind in enumerate(HALVES, 1)}
+    words = {kind: f"{kind} {parts.get(kind, '')}{TRAITS[kind].word}" for kind in EVERY_KIND if kind in there}
+    return words | {"F": " or ".join(dict.fromkeys(_example(trace, brief) for trace in traces))}
+
+
+def _example(trace: Trace, brief: bool) -> str:
+    """Return what a forward's box means, with its numbers."""
+    plan, stage_of = trace.plan, trace.plan.bound.codes.stage
+    m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
+    if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
+        more = "" if brief else ", every second stage of a rank paler"
+        return f"{s}F{m} = stage {s}, forward, micro-batch {m}{more}"
+    sequences = sum(not [*plan.after(each, s)] for each in range(plan.microbatches)) if plan.after else 0
+    part = f": a slice, 1/{plan.microbatches // sequences} of a sequence" if sequences else ""
+    return f"F{m} = forward of micro-batch {m}{part}"
 
 
 def stood_behind(trace: Trace, wait: Wait) -> str:

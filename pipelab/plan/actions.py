@@ -103,9 +103,9 @@ class Traits:
 
 
 # Okabe and Ito's hues; what the lightnesses are for, `draw/colours.py` says.
-_BLUE, _ORANGE, _YELLOW = ("#00598A", "#106494"), ("#DA9700", "#E3A519"), ("#DFD112", "#E4DB6D")
-_GREEN, _PURPLE = ("#008C66", "#119874"), ("#4F2044", "#582C4F")
-_VIOLET, _SKY = ("#B040F0", "#BC5AF2"), ("#56B4E9", "#6DBEEC")
+_BLUE, _ORANGE, _YELLOW = ("#00598A", "#1F78AF"), ("#DA9700", "#F3C15A"), ("#DFD112", "#F1EA9A")
+_GREEN, _PURPLE = ("#008C66", "#45BD98"), ("#4F2044", "#7D4C72")
+_VIOLET, _SKY = ("#B040F0", "#D291F8"), ("#56B4E9", "#9AD6F6")
 _CHANNEL = ("#6B6B6B", "#848484")
 _KEPT, _LEFT = _ACTIVATION = "activations", "for_weight_grad"
 # fmt: off

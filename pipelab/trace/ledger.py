@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from pipelab.table import Table
     from pipelab.trace.trace import Trace
 
-Reason = Literal["fill", "dependency", "behind another transfer", "transfer", "channel", "order", "all-reduce", "drain"]
+Reason = Literal["fill", "wait", "behind another transfer", "transfer", "channel", "order", "all-reduce", "drain"]
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """Why a rank is idle, in the order in which they follow one another: each idle moment has exactly one reason."""
 
 MEANINGS: dict[Reason, str] = {
     "fill": "The rank has not begun yet.",
-    "dependency": "A value that it needs is not computed yet.",
+    "wait": "A value that it needs is not computed yet.",
     "behind another transfer": "The value is computed, and its transfer waits for others.",
     "transfer": "The value is on its way.",
     "channel": "Its weights are being gathered, or its activation is on its way back.",
@@ -34,8 +34,8 @@ MEANINGS: dict[Reason, str] = {
 }
 """What each reason means."""
 
-WORDS: dict[Reason, str] = {**{reason: reason for reason in REASONS}, "dependency": "waits"}
-"""What a picture writes into an idle time, before its length."""
+WAITS: tuple[Reason, ...] = ("wait", "behind another transfer", "transfer")
+"""The reasons that wait for another action's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _reasons(trace: Trace, found: Waits, rank: int, index: int) -> list[tuple[Re
         return [("all-reduce", there, values), ("order", start, values)]
     left = [need.transfer.start for need in values if need.transfer]
     return [
-        ("dependency", max((need.ended for need in values), default=-inf), values),
+        ("wait", max((need.ended for need in values), default=-inf), values),
         ("behind another transfer", max(left, default=-inf), values),
         ("transfer", there, values),
         ("channel", max((need.there for need in moves), default=-inf), moves),
@@ -135,16 +135,16 @@ class Ledger(Sequence[Mapping[Reason, float]]):
         >>> import pipelab
         >>> ledger = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger
         >>> ledger[1]
-        {'fill': 1.0, 'dependency': 6.0, 'drain': 2.0}
+        {'fill': 1.0, 'wait': 6.0, 'drain': 2.0}
         >>> print(ledger)
-        rank  work  fill  dependency  drain  idle  idle share
-        0       24     -           9      -     9      27.3 %
-        1       24     1           6      2     9      27.3 %
-        2       24     2           3      4     9      27.3 %
-        3       24     3           -      6     9      27.3 %
-        all     96     6          18     12    36      27.3 %
+        rank  work  fill  wait  drain  idle  idle share
+        0       24     -     9      -     9      27.3 %
+        1       24     1     6      2     9      27.3 %
+        2       24     2     3      4     9      27.3 %
+        3       24     3     -      6     9      27.3 %
+        all     96     6    18     12    36      27.3 %
         <BLANKLINE>
-        4 ranks x 33 = 132 = work 96 + fill 6 + dependency 18 + drain 12
+        4 ranks x 33 = 132 = work 96 + fill 6 + wait 18 + drain 12
     """
 
     work: tuple[float, ...]

@@ -250,7 +250,7 @@ class Trace:
         Example:
             >>> import pipelab
             >>> pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).ledger[2]
-            {'fill': 2.0, 'dependency': 3.0, 'drain': 4.0}
+            {'fill': 2.0, 'wait': 3.0, 'drain': 4.0}
         """
         return Ledger.of(self)
 
@@ -281,7 +281,7 @@ class Trace:
         Example:
             >>> import pipelab
             >>> print(pipelab.simulate(pipelab.OneFOneB(ranks=2, microbatches=2)).why(rank=0, at=2.5))
-            Rank 0 is idle from 2 to 4 (2 units, dependency): 0B0 needs 1B0, which ends at 4.
+            Rank 0 is idle from 2 to 4 (2 units, wait): 0B0 needs 1B0, which ends at 4.
             1B0 begins on rank 1 at 2: until then it runs 1F0.
             1F0 begins on rank 1 at 1: 0F0 on rank 0 ends at 1.
             0F0 begins on rank 0 at 0: it is the rank's first action, and needs nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -99,5 +100,8 @@ def test_the_demo_prints_its_tables_and_leaves_pictures(tmp_path, monkeypatch, c
     assert text.rindex("*") > text.index("nearly as slow as naive") or "*" not in text
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["four-devices.html", "four-devices.svg", "training.html", "training.svg"]
+    for part, name in zip(said.split("Four emulated devices,"), ("training", "four-devices"), strict=True):
+        doubted = re.search(r"(naive|gpipe|1f1b|delayed) [\d.,]+\* ", part) is not None
+        assert (LEGEND in (tmp_path / "out" / f"{name}.html").read_text()) == doubted
     told = capsys.readouterr().out
     assert all(f"wrote {tmp_path / 'out' / name}" in told for name in written)

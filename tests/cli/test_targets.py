@@ -99,7 +99,7 @@ def test_profiles_of_all_ranks_are_named_by_a_pattern_and_a_step(succeeds, refus
     assert [line.split(" of ")[0] for line in output.splitlines()] == [
         f"without rank {rank}'s delay" for rank in (0, 1)
     ]
-    assert "dependency" in succeeds("why", pattern)
+    assert "wait" in succeeds("why", pattern)
     assert "rank*.json.gz" in succeeds("compare", pattern, "interleaved-1f1b")
     for arguments, words in (
         (["draw", f"{profiles}/rank0.json.gz"], "give the files of all ranks"),
@@ -180,7 +180,7 @@ def test_a_plan_in_a_csv_file_is_a_target_too(succeeds, refused, folder):
 def test_a_saved_trace_is_a_target(succeeds, refused, folder):
     pipelab.simulate(pipelab.OneFOneB(2, 3), pipelab.Cost(forward=7, unit="ms")).save("m.json")
     succeeds("draw", "m.json", "-o", "m.txt")
-    assert "makespan 36 ms" in Path("m.txt").read_text()
+    assert "A step takes 36 ms" in Path("m.txt").read_text()
     assert "12 actions, no fault" in succeeds("check", "m.json")
     assert "makespan 12 units" in succeeds("simulate", "m.json")
     output = succeeds("compare", "m.json", "gpipe", "-r", "3", "-m", "2")

@@ -61,7 +61,7 @@ def test_idle_time_says_what_it_is_and_one_arrow_comes_from_the_late_giver(trace
     ax = figure.plot(trace)
     (arrow,) = (text for text in ax.texts if getattr(text, "arrow_patch", None))
     said = {(round(text.get_position()[1]), text.get_text()) for text in ax.texts if text.get_gid() and text != arrow}
-    assert {(0, "waits 6 for B0 of rank 1"), (1, "waits 4 for B0"), (3, "fill 3"), (3, "drain 6")} < said
+    assert {(0, "wait 6 for B0 of rank 1"), (1, "for B0 of rank 2"), (2, "r3"), (3, "fill 3"), (3, "drain 6")} < said
     assert not any(text.isdecimal() for _, text in said)  # a bare number is a micro-batch
     assert (round(arrow.xy[1]), round(arrow.xyann[1])) == (0, 1)
     assert 9 < arrow.xyann[0] < 10  # 1B0 ends at 10, when 0B0 begins
@@ -157,9 +157,9 @@ def test_a_long_title_is_cut_between_words_and_keeps_its_end(trace, name, shown)
 
 def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
     ax = figure.plot(trace)
-    assert "makespan 33 units, bubble 27.3 %, peak activations 4 3 2 1" in ax.get_title(loc="left")
+    assert "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3" in ax.get_title(loc="left")
     legend = [entry.get_text() for entry in ax.get_legend().get_texts()]
-    assert legend == ["F forward", "B backward", "waits", "not begun, or done"]
+    assert legend == ["F3 = forward of micro-batch 3", "B backward", WAIT, "not begun, or done"]
 
 
 def test_a_measured_trace_begins_at_zero():
@@ -291,6 +291,12 @@ def test_kinds_and_idle_are_told_apart_by_everybody(vision, scheme):
         assert np.linalg.norm(lab(new, vision) - lab(paints[each], vision)) >= 15, each
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ranks_second_stage_is_told_apart_by_its_lightness(kind):
+    low, high = sorted(map(colours.luminance, colours.PALETTE[kind]))
+    assert (high + 0.05) / (low + 0.05) >= 1.25
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_are_legible_also_on_dimmed_bars(scheme):
     def contrast(one, other):
@@ -318,6 +324,7 @@ def test_a_papers_figure_has_its_whole_legend_inside(width):
     assert legend.y1 <= ax.xaxis.get_tightbbox().y0 + 1 or legend.x0 > ax.xaxis.label.get_window_extent().x1
 
 
+WAIT = "wait (r2: for rank 2), arrow: the longest"
 PAPER = ("gpipe", "1f1b", "zb-h1", "dualpipe")
 
 
@@ -397,16 +404,25 @@ def test_a_legend_names_what_is_drawn():
         return [each.get_text() for each in figure.plot(trace).get_legend().get_texts()]
 
     late = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(latency=0.5))
-    assert entries(late) == ["F forward", "B backward", "waits", "transfer", "not begun, or done"]
-    assert entries(pipelab.simulate(pipelab.GPipe(1, 2))) == ["F forward", "B backward"]
-    assert entries(pipelab.simulate(pipelab.GPipe(8, 700))) == ["F forward", "B backward", "idle"]
+    forward = "F1 = forward of micro-batch 1"
+    assert entries(late) == [forward, "B backward", WAIT, "transfer", "not begun, or done"]
+    assert entries(pipelab.simulate(pipelab.GPipe(1, 2))) == [forward, "B backward"]
+    assert entries(pipelab.simulate(pipelab.GPipe(8, 700))) == [forward.replace("1", "3"), "B backward", "idle"]
+    several = entries(pipelab.simulate(pipelab.ZBV(4, 8)))
+    assert several[:3] == [
+        "2F3 = stage 2, forward, micro-batch 3, every second stage of a rank paler",
+        "I backward, part 1: input gradient",
+        "W backward, part 2: weight gradient",
+    ]
+    sliced = entries(pipelab.simulate(pipelab.Seq1F1B(4, 8)))
+    assert sliced[0] == "F3 = forward of micro-batch 3: a slice, 1/2 of a sequence"
 
 
 @pytest.mark.parametrize(("suffix", "encoding"), [("svg", "utf-8"), ("pdf", "utf-16-be")])
 def test_a_figure_tells_its_title_and_its_figures_to_who_does_not_see_it(trace, suffix, encoding, tmp_path):
     written = trace.save(tmp_path / f"drawn.{suffix}", width=4).read_bytes().replace(b"\\", b"")
     assert "1F1B · 4 ranks, 8 micro-batches, simulated, F = 1, B = 2".encode(encoding) in written
-    assert b"makespan 33 units, bubble 27.3 %" in written
+    assert b"A step takes 33 units. The ranks idle 27.3 %" in written
     assert suffix == "pdf" or ET.fromstring(written).get("role") == "img"  # noqa: S314  # written above
 
 

@@ -82,7 +82,7 @@ def test_a_frame_has_a_title_and_something_for_viewers_without_scripts(name):
     if name == "trace":
         boxes = re.findall(r"M[\d.]+ [\d.]+h[\d.]+v28h-[\d.]+z", still)
         assert len(boxes) == 64 + len(SHOWN[name].idle)
-        assert "waits 6 for B0 of rank 1" in still
+        assert "wait 6 for B0 of rank 1" in still
         assert len(shown) < 40_000
     elif name == "comparison":
         (data,) = re.findall(r'<img alt="[^"]+" src="data:image/svg\+xml;base64,([^"]+)"', still)
@@ -112,7 +112,7 @@ def test_without_matplotlib_there_is_the_page_or_text(monkeypatch):
     for name in {"matplotlib", *loaded}:
         monkeypatch.setitem(sys.modules, name, None)
     assert "<iframe" in SHOWN["trace"]._repr_html_()
-    assert "waits 6 for B0" in SHOWN["trace"]._repr_html_()
+    assert "wait 6 for B0" in SHOWN["trace"]._repr_html_()
     assert "<iframe" in SHOWN["comparison"]._repr_html_()
     assert "<iframe" not in simulate(pipelab.OneFOneB(4, 501))._repr_html_()
     assert "rank 0 | <span" in SHOWN["plan"]._repr_html_()

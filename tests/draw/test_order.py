@@ -15,7 +15,7 @@ import pipelab
 from pipelab import B, F, Plan, check
 from pipelab.draw import figure, order_figure
 from pipelab.draw.notebook import faults_page
-from pipelab.draw.order import drawings
+from pipelab.draw.order import _said, drawings
 from pipelab.plan.order import traverse
 
 DEADLOCK = Plan.parse("0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1")
@@ -53,12 +53,25 @@ def test_the_arrows_are_the_faults_cycle_closed_and_numbered(faults):
     for drawing, cycle in zip(drawn, cycles, strict=True):
         assert [arrow.number for arrow in drawing.arrows] == [*range(1, len(cycle) + 1)]
         for arrow, link in zip(drawing.arrows, cycle, strict=True):
-            rank, column = arrow.start
+            rank, column = arrow.end
             assert (rank, link.name in drawing.rows[rank][column].names) == (link.rank, True)
-        assert [arrow.end for arrow in drawing.arrows] == [
-            arrow.start for arrow in (*drawing.arrows[1:], drawing.arrows[0])
-        ]
-        assert drawing.notes == [link.words for link in cycle]
+        assert (
+            [arrow.start for arrow in drawing.arrows]
+            == [  # from giver to waiter, as in timelines
+                arrow.end for arrow in (*drawing.arrows[1:], drawing.arrows[0])
+            ]
+        )
+        assert drawing.notes == [_said(link.words) for link in cycle]
+
+
+def test_a_fault_is_told_without_python_and_names_of_values():
+    before, _ = drawings(check(DEADLOCK))
+    assert before.notes == [
+        "0B0 waits for the gradient of micro-batch 0, given by 1B0",
+        "1B0 comes after 1F1 on rank 1",
+        "1F1 waits for the output of micro-batch 1, given by 0F1",
+        "0F1 comes after 0B0 on rank 0",
+    ]
 
 
 @pytest.mark.parametrize("faults", WITH_CYCLES.values(), ids=WITH_CYCLES)
@@ -115,7 +128,7 @@ def test_what_is_blocked_is_what_the_walk_is_stuck_at():
     assert [cell.label for _, cell in cells(before) if cell.state == "ran"] == ["0F0", "1F0"]
     assert {cell.state for _, cell in cells(after)} == {"ran"}
     assert [cell.label for _, cell in cells(after) if cell.moved] == ["0F1"]
-    assert after.title == "try: yield F(1) before B(0) on rank 0"
+    assert after.title == "try: run F1 before B0 on rank 0"
 
 
 def test_moves_run_as_far_as_their_rank_does_and_stay_with_their_actions():

@@ -95,7 +95,10 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
 
 def test_the_head_is_one_sentence_and_without_javascript_there_is_a_text_timeline(trace):
     texts = Reader(page.page(trace)).texts
-    assert texts["p"][0] == "33 units · bubble 27.3 % = 36 of 132 rank-units · F = 1, B = 2"
+    assert texts["p"][0] == (
+        "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3 limits it. "
+        "Rank 0 holds up to 4 activations (by rank: 4 3 2 1). F = 1, B = 2"
+    )
     assert any("rank 0 │F0 F1" in each for each in texts["pre"])
 
 
@@ -204,7 +207,7 @@ def test_every_bar_lies_where_its_times_say(tab, trace):
     for event in trace.events:
         x, width, y = where[str(event.action)]
         assert (x, width) == pytest.approx((event.start * scale, event.duration * scale), abs=0.01)
-        assert y // 42 == event.rank  # lanes of 34 pixels, with a memory strip of 8 each
+        assert y // 52 == event.rank  # lanes of 34 pixels, with a memory strip of 18 each
 
 
 def test_a_chosen_action_stays_and_says_what_it_needs_and_gives(tab):
@@ -329,6 +332,26 @@ def test_a_memory_cap_is_a_line_in_every_strip_and_in_the_legend(opened, trace):
     assert opened(page.page(trace)).locator(".cap").count() == 0
 
 
+def test_memory_has_one_scale_in_a_comparison_its_peak_and_is_red_above_the_cap(opened, trace):
+    tab = opened(page.comparison_page(pipelab.compare(pipelab.GPipe(4, 8), trace)))
+    tallest = "[...document.querySelectorAll(`[data-trace='${at}'] .memory`)].map(b => b.height.baseVal.value)"
+    eight, four = (max(tab.evaluate(f"at => {tallest}", at)) for at in (0, 1))
+    assert (eight, four) == (pytest.approx(17), pytest.approx(17 / 2))
+    assert "memory: up to 8 activations" in tab.locator(".legend").inner_text()
+    tab = opened(page.page(trace, cap=3))
+    assert tab.locator(".held").all_text_contents()[:2] == ["peak 4", "cap 3"]
+    held = tab.locator(".memory[data-held='4']").count()
+    assert tab.locator(".over").count() == held > 0
+
+
+def test_every_wait_says_for_whom(opened, trace):
+    tab = opened(page.page(trace))
+    said = tab.locator(".why").all_text_contents()
+    waits = [idle for idle in trace.idle if idle.reason == "wait"]
+    assert sum(bool(re.search(r"of rank \d|^r\d|for rank \d", text)) for text in said) == len(waits)
+    assert len(said) == len(trace.idle)  # no box is blank
+
+
 def test_a_selection_moves_nothing_of_the_picture(opened):
     tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(4, 32))))
     where = "[timelines[0].left, timelines[0].svg.getBoundingClientRect().toJSON(), scrollY]"
@@ -387,8 +410,8 @@ def test_the_critical_path_is_linked_and_says_whose_time_it_is(tab, trace):
 
 def test_an_idle_time_says_its_reason_and_its_root(tab):
     tab.locator("[data-idle='0:4']").click()
-    assert title(tab) == "Rank 0 is idle from 4 to 10"
-    assert "6 units: dependency" in tab.locator("#panel").inner_text()
+    assert title(tab) == "Rank 0 waits from 4 to 10"
+    assert "6 units: wait" in tab.locator("#panel").inner_text()
     assert tab.locator("#panel .chain li").count() == 3
     tab.get_by_text("more, back to the root").click()
     last = tab.locator("#panel .chain li").last.inner_text()
@@ -497,11 +520,11 @@ def test_a_drag_moves_the_picture_and_selects_nothing(tab):
 def test_a_drag_on_the_axis_or_with_shift_sums_a_span(tab, trace, tmp_path):
     tab.evaluate("timelines[0].choose({ range: { from: 4, to: 16 } })")
     told = tab.locator("#panel").inner_text()
-    assert "12 units on 4 ranks: 48 = work 36 + dependency 12" in told
+    assert "12 units on 4 ranks: 48 = work 36 + wait 12" in told
     rows = tab.locator("#panel tr").evaluate_all(
         "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
     )
-    assert rows[0] == ["rank", "work", "dependency", "idle"]
+    assert rows[0] == ["rank", "work", "wait", "idle"]
     for rank, row in enumerate(rows[1:]):
         lost = sum(max(0, min(idle.end, 16) - max(idle.start, 4)) for idle in trace.idle if idle.rank == rank)
         assert row[1:3] == [f"{12 - lost:g}", f"{lost:g}"]
@@ -593,7 +616,7 @@ def test_finding_and_playing(tab):
     tab.keyboard.type("idle > 5")
     assert tab.locator("#hits").inner_text() == "2 found"
     tab.keyboard.press("Enter")
-    assert "idle from 4 to 10" in title(tab)
+    assert "waits from 4 to 10" in title(tab)
     tab.locator("#find").fill("F3")
     assert tab.locator("#hits").inner_text() == "4 found"
     tab.keyboard.press("Escape")
@@ -640,8 +663,10 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
     assert len({y for *_, y in boxes}) == 4  # two ranks, each with offloads and loads
     for (x, width, y), (after, _, below) in itertools.pairwise(boxes):
         assert y != below or x + width <= after + 0.01
-    assert {"OFFLOAD", "LOAD"} <= {text.strip() for text in tab.locator(".legend button").all_inner_texts()}
-    assert ">OFFLOAD <" in saved(tab, "svg", tmp_path).read_text()
+    assert {"OFFLOAD offload", "LOAD load"} <= {
+        text.strip() for text in tab.locator(".legend button").all_inner_texts()
+    }
+    assert ">OFFLOAD offload<" in saved(tab, "svg", tmp_path).read_text()
 
 
 @pytest.mark.parametrize("name", [path.name for path in Path(page.__file__).parent.glob("*.js")])
@@ -771,7 +796,7 @@ def test_a_page_of_16384_actions_opens_and_zooms_to_single_actions(opened):
       timelines[0].draw();
       return calls;
     }"""
-    assert tab.evaluate(calls) == ["putImageData"]
+    assert tab.evaluate(calls) == ["putImageData", *["fillText"] * 16]  # each rank's peak
     for _ in range(12):
         tab.locator("[data-zoom=in]").click()
     tab.locator("#timelines .bar").first.wait_for(state="attached")

@@ -31,7 +31,7 @@ DRAWINGS = {f"{name}-4x8": (pipelab.schedules[name](4, 8), Cost()) for name in P
 }
 """To write a golden file anew: `trace.save("tests/golden/NAME.txt")`, then read what changed."""
 
-IN_WORDS = re.compile(r"(?<=··)[a-z]+[^·]*(?=··)")
+IN_WORDS = re.compile(r"(?<=·)[a-z]+[^·]*(?=·)")
 
 
 def dotted(drawn: str) -> str:
@@ -91,8 +91,10 @@ def test_idle_time_is_as_many_dots_as_the_bubble_is_long(one_f_one_b):
 
 def test_idle_time_says_how_long_and_for_what_where_there_is_room(one_f_one_b):
     drawn = text.timeline(one_f_one_b, 300, colour=False).splitlines()
-    assert "F3 ··waits 6 for B0··B0" in drawn[1]
-    assert "··drain 6··" in drawn[4]
+    assert "F3 ·for B0 of rank 1·B0" in drawn[2]
+    assert "··drain 6··" in drawn[5]
+    assert "F1 ··r3··B0" in drawn[4]
+    assert drawn[-1].endswith("; · wait (r2: for rank 2)")
     assert not re.search(r"·\d", "".join(drawn))  # a bare number is a micro-batch
 
 
@@ -169,9 +171,9 @@ def test_sixty_four_ranks_take_a_dozen_lines_and_make_no_cell_of_the_elided_part
     made = []
     monkeypatch.setattr(text, "cell", lambda label, width, cell=text.cell: made.append(label) or cell(label, width))
     lines = text.timeline(trace, 120, colour=False).splitlines()
-    assert len(lines) == 1 + 8 + 1 + 4 + 2
+    assert len(lines) == 3 + 8 + 1 + 4 + 2 + 1
     assert any("52 more ranks" in line for line in lines)
-    assert lines[0].endswith("peak activations 64 63 62 … 2 1")
+    assert "(by rank: 64 63 62 … 2 1)" in " ".join(lines[1:3])
     assert len(made) < 300
 
 
@@ -184,7 +186,7 @@ def test_a_label_that_does_not_fit_never_reads_as_another_action():
 def test_nothing_that_takes_time_still_draws():
     trace = pipelab.simulate(pipelab.OneFOneB(2, 300), Cost(forward=0, backward=0, latency=1))
     drawn = text.timeline(trace, 120, colour=False)
-    assert "bubble 100.0 %" in drawn
+    assert "idle 100.0 %" in drawn
     assert all(set(row) <= set("·┄ more: FBx0123456789") for row in lanes(drawn))
 
 
@@ -192,8 +194,8 @@ def test_a_measured_trace_begins_at_zero_and_what_takes_no_time_moves_nobody():
     plan = pipelab.OneFOneB(1, 1).plan()
     trace = pipelab.Trace(plan, [[5000.0, 5001.0]], [[5001.0, 5003.0]], unit="ms", source="measured")
     drawn = text.timeline(trace, colour=False)
-    assert "measured: makespan 3 ms" in drawn
-    assert "0 ms" in drawn.splitlines()[-1]
+    assert "measured\nA step takes 3 ms" in drawn
+    assert "0 ms" in drawn.splitlines()[-2]
     reduced = text.timeline(pipelab.simulate(Plan([[F(0), B(0), R(stage=0)]])), colour=False)
     assert lanes(drawn) == lanes(reduced) == ["F0 B0───"]
 

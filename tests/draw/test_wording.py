@@ -42,9 +42,26 @@ def test_long_heads_are_wrapped_where_the_lines_would_be_too_wide():
 
 
 def test_own_spans_are_named_where_all_are_shorter_than_the_makespan():
-    shown = "makespan 27 units, bubble 11.1 %, peak activations 7 7 7 7, own spans 24 24 24 24"
-    assert wording.figures(pipelab.simulate(pipelab.ZBH2(4, 8))) == shown
-    assert "own spans" not in wording.figures(pipelab.simulate(OneFOneB(4, 8)))
+    shown = "Every rank holds up to 7 activations. Own spans: 24 24 24 24."
+    assert wording.caption(pipelab.simulate(pipelab.ZBH2(4, 8))).endswith(shown)
+    assert "Own spans" not in wording.caption(pipelab.simulate(OneFOneB(4, 8)))
+
+
+def test_a_caption_says_time_bubble_who_limits_it_and_memory():
+    said = "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); "
+    assert wording.caption(pipelab.simulate(OneFOneB(4, 8))) == (
+        f"{said}rank 3 limits it. Rank 0 holds up to 4 activations (by rank: 4 3 2 1)."
+    )
+    # Its critical path is as long on rank 0 as on the others together.
+    alone = f"{said}no rank alone limits it. Every rank holds up to 8 activations."
+    assert wording.caption(pipelab.simulate(GPipe(4, 8))) == alone
+    slow = pipelab.simulate(GPipe(4, 8), Cost(forward=[1, 1, 4, 1], backward=[2, 2, 6, 2]))
+    assert "; rank 2 limits it." in wording.caption(slow)
+
+
+def test_a_caption_tells_recomputation_from_work():
+    again = pipelab.simulate(pipelab.Plan.parse("0F0 0C0 0B0"))
+    assert "idle 0.0 % of it (the bubble) and recompute 25.0 %; rank 0 limits it." in wording.caption(again)
 
 
 def test_a_comparison_is_a_row_of_figures_for_each_trace():
@@ -76,7 +93,7 @@ def test_the_first_action_that_differs_is_named_with_both_times():
 
 
 def test_a_colour_is_the_kinds_and_lighter_on_a_ranks_second_stage():
-    assert [colours.of(F(0)), colours.of(F(0), 1), colours.of(B(0))] == ["#00598A", "#106494", "#DA9700"]
+    assert [colours.of(F(0)), colours.of(F(0), 1), colours.of(B(0))] == ["#00598A", "#1F78AF", "#DA9700"]
     assert [colours.ink("#00598A"), colours.ink("#DFD112")] == ["#FFFFFF", "#000000"]
     assert colours.channels("#FF8000") == (255, 128, 0)
     assert colours.ansi("#0072B2") == 25
@@ -85,7 +102,7 @@ def test_a_colour_is_the_kinds_and_lighter_on_a_ranks_second_stage():
 def test_idle_time_says_what_it_waits_for_in_ever_fewer_words():
     (gap,) = Lanes(pipelab.simulate(OneFOneB(2, 1))).gaps(0)
     assert (gap.start, gap.end) == (1, 4)
-    assert gap.words == ("waits 3 for B0 of rank 1", "waits 3 for B0", "waits 3", "waits")
+    assert gap.words == ("wait 3 for B0 of rank 1", "wait for B0 of rank 1", "for B0 of rank 1", "for rank 1", "r1")
 
 
 def test_a_pixel_of_a_strip_is_as_busy_as_its_time():

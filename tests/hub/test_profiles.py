@@ -103,7 +103,7 @@ def test_a_wait_for_a_value_is_no_work(name):
 
 def test_a_slow_rank_shows_in_the_ledger_and_in_what_if():
     trace = load("interleaved-1f1b-slow-rank-1")
-    assert trace.ledger[0]["dependency"] > 0.5 * trace.makespan
+    assert trace.ledger[0]["wait"] > 0.5 * trace.makespan
     assert what_if(trace, 0).change > -0.03
     quick = what_if(trace, 1)
     assert -0.7 < quick.change < -0.5

@@ -84,7 +84,7 @@ def test_two_cases_by_hand():
     single = replicate(pipelab.OneFOneB(ranks=2, microbatches=4), 2)
     cost = Cost(**BESIDE)
     assert simulate(single, cost).makespan == 20 == simulate(single, Cost(all_reduce=5)).makespan
-    assert simulate(single, cost).ledger[0] == {"dependency": 3, "all-reduce": 5}
+    assert simulate(single, cost).ledger[0] == {"wait": 3, "all-reduce": 5}
 
 
 def test_the_critical_path_goes_without_a_gap_through_all_reduces_to_the_end():

@@ -180,7 +180,7 @@ def test_time_behind_another_transfer_is_idle_time_of_its_own():
     words = [wording.stood_behind(trace, wait) for row in waits(trace) for wait in row if wait is not None]
     assert "0F1 had made it by 1, but its send waited behind the receive of 4F0" in words
     assert any(text.endswith("but its receive waited behind the one of 5B0") for text in words)
-    assert wording.figures(trace).endswith(", idle behind other transfers 0 6 2.5 0")
+    assert wording.caption(trace).endswith(" Idle behind other transfers: 0 6 2.5 0.")
     assert trace.note == "transport rank"
     path = trace.critical_path  # goes through the transfer in front
     assert sum(after.start - before.end for before, after in pairwise(path)) == pytest.approx(0)

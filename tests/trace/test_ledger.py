@@ -49,7 +49,7 @@ def test_idle_time_of_gpipe_in_closed_form():
     ranks, microbatches = 4, 8
     ledger = pipelab.simulate(pipelab.GPipe(ranks, microbatches), Cost(forward=1, backward=2)).ledger
     for rank in range(ranks):
-        found = {"fill": rank, "dependency": (ranks - 1 - rank) * 3, "drain": 2 * rank}
+        found = {"fill": rank, "wait": (ranks - 1 - rank) * 3, "drain": 2 * rank}
         assert ledger[rank] == {reason: time for reason, time in found.items() if time}
 
 
@@ -57,7 +57,7 @@ def test_a_transfer_is_told_from_what_is_not_computed():
     trace = pipelab.simulate(pipelab.Naive(2, 1), Cost(forward=1, backward=2, latency=0.5))
     found = [(each.rank, each.start, each.end, each.reason) for each in trace.idle]
     assert found == [
-        (0, 1.0, 4.5, "dependency"),
+        (0, 1.0, 4.5, "wait"),
         (0, 4.5, 5.0, "transfer"),
         (1, 0.0, 1.5, "fill"),
         (1, 4.5, 7.0, "drain"),
@@ -69,7 +69,7 @@ def test_a_transfer_that_waits_for_another_and_a_late_start_are_reasons_of_their
     behind = Transfer(1, 0, B(0, 1), B(0, 0), 5.0, 6.0)
     there = Transfer(0, 1, F(0, 0), F(0, 1), 1.0, 1.0)
     trace = pipelab.Trace(plan, [[0, 6], [1, 2]], [[1, 8], [2, 4]], transfers=[there, behind])
-    assert trace.ledger[0] == {"dependency": 3.0, "behind another transfer": 1.0, "transfer": 1.0}
+    assert trace.ledger[0] == {"wait": 3.0, "behind another transfer": 1.0, "transfer": 1.0}
     assert "waits behind another" in trace.why(0, 4.5)
     late = pipelab.Trace(pipelab.Naive(1, 1).plan(), [[0, 3]], [[1, 4]], source="measured")
     assert late.ledger[0] == {"order": 2.0}
@@ -96,7 +96,7 @@ def test_an_all_reduce_waits_for_its_last_rank():
 def test_the_chain_goes_back_to_the_first_action():
     trace = pipelab.simulate(pipelab.OneFOneB(4, 8))
     told = trace.why(rank=0, at=4, lines=99).splitlines()
-    assert told[0].startswith("Rank 0 is idle from 4 to 10 (6 units, dependency): 0B0 needs 1B0, which ends at 10.")
+    assert told[0].startswith("Rank 0 is idle from 4 to 10 (6 units, wait): 0B0 needs 1B0, which ends at 10.")
     assert [line.split()[0] for line in told[1:]] == ["1B0", "2B0", "3B0", "3F0", "2F0", "1F0", "0F0"]
     assert " more steps" in trace.why(rank=0, at=4, lines=2).splitlines()[-1]
 
@@ -116,9 +116,9 @@ def test_the_table_has_a_row_for_each_rank_and_one_for_all():
 
 def test_a_ledgers_table_has_a_row_for_each_rank_and_one_for_all():
     lines = str(pipelab.simulate(pipelab.GPipe(2, 2)).ledger.table).splitlines()
-    assert lines[0] == "rank  work  fill  dependency  drain  idle  idle share"
+    assert lines[0] == "rank  work  fill  wait  drain  idle  idle share"
     assert lines[2:4] == [
-        "1        6     1           -      2     3      33.3 %",
-        "all     12     1           3      2     6      33.3 %",
+        "1        6     1     -      2     3      33.3 %",
+        "all     12     1     3      2     6      33.3 %",
     ]
-    assert lines[-1] == "2 ranks x 9 = 18 = work 12 + fill 1 + dependency 3 + drain 2"
+    assert lines[-1] == "2 ranks x 9 = 18 = work 12 + fill 1 + wait 3 + drain 2"

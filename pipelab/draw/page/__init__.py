@@ -23,7 +23,7 @@ from pipelab.draw.bars import Lanes, strip
 from pipelab.errors import counted
 from pipelab.plan.actions import KINDS, PER_MICROBATCH, TRAITS, Action, Kind
 from pipelab.simulation.comparison import Comparison, compare
-from pipelab.trace.ledger import MEANINGS, REASONS, WORDS
+from pipelab.trace.ledger import MEANINGS, REASONS, WAITS
 from pipelab.trace.waits import Waits, half
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "gaps": {reason: _gap(reason) for reason in waits_for},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there}
         | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
+        "legend": wording.legend(comparison.traces),
+        "wait": f"{wording.WAIT}{wording.ARROW}",
         "letters": "".join(kind for kind in KINDS if kind in there),
         "view": "stack",
         "diffs": [] if alone else _diffs(comparison),
@@ -148,9 +150,8 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
 
 def _gap(reason: Reason) -> dict[str, Any]:
     """Return how the page shows the idle times of a reason."""
-    waits = reason in ("dependency", "behind another transfer", "transfer")
     ground = "wait" if colours.ground(reason) is colours.WAIT else "idle"
-    return {"word": WORDS[reason], "hatch": colours.HATCHES[reason], "ground": ground, "waits": waits}
+    return {"hatch": colours.HATCHES[reason], "ground": ground, "waits": reason in WAITS}
 
 
 def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
@@ -206,11 +207,8 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return how long a trace takes, how much of it is idle, and its costs."""
-    whole = trace.makespan * trace.ranks
-    idle = f"{wording.number(trace.bubble * whole)} of {wording.number(whole)} rank-{wording.unit(trace)}"
-    words = [wording.span(trace), f"bubble {wording.percent(trace.bubble)} = {idle}", wording.costs(trace)]
-    return " · ".join(filter(None, words))
+    """Return the caption of a trace, and its costs."""
+    return " ".join(filter(None, [wording.caption(trace), wording.costs(trace)]))
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
@@ -234,6 +232,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
     return {
         "name": wording.called(name),
+        "caption": wording.caption(trace),
         "unit": wording.unit(trace),
         "tick": tick,
         "span": round(trace.makespan / tick),

@@ -56,7 +56,7 @@ function ledgerOf(timeline) {
   for (const [name, each] of parts) {
     const share = `${((100 * each) / whole).toFixed(1)} %`,
       part = tag("button", "", name === "work" ? "work" : "lost");
-    part.append(...[GAPS[name]?.word ?? name, ` ${number(each)}`, ` · ${share}`].map((text) => tag("span", text)));
+    part.append(...[name, ` ${number(each)}`, ` · ${share}`].map((text) => tag("span", text)));
     if (name !== "work") {
       const { ground } = GAPS[name];
       part.style.cssText = `background:var(--${ground});color:var(--${ground}-ink);border-color:var(--${ground}-edge)`;
@@ -74,7 +74,7 @@ function ledgerOf(timeline) {
     });
     bar.append(part);
   }
-  summary.append(tag("span", models.length > 1 ? equation(whole, parts) : "for each rank"));
+  summary.append(tag("span", models.length > 1 ? model.caption : "for each rank"));
   holder.append(summary, tableOf(sums, model.span));
   const both = tag("div");
   both.append(...(models.length > 1 ? [] : [bar]), holder); // side by side, timelines need the room

@@ -6,7 +6,7 @@ let data, models; // `show` in panel.js sets them
 
 let KINDS; // their letters
 
-// What an idle time of each reason looks like: its word, its hatch, whether it waits for a value; from `GAPS`.
+// What an idle time of each reason looks like: its hatch, whether it waits for a value; from `GAPS`.
 let GAPS;
 const HATCH = { "-": "M0 4H8", "|": "M4 0V8", ".": "M3.5 4H4.5" };
 HATCH["/"] = "M-2 2L2 -2M0 8L8 0M6 10L10 6";
@@ -42,6 +42,7 @@ class Model {
   constructor(raw) {
     Object.assign(this, {
       title: raw.name,
+      caption: raw.caption,
       unit: raw.unit,
       span: raw.span * raw.tick,
       tick: raw.tick,
@@ -230,14 +231,14 @@ class Model {
 
   // What an idle time is, in words, the longest first; never a bare number, which is a micro-batch.
   words(idle) {
-    const { word } = GAPS[idle.reason],
-      least = [`${word} ${number(idle.end - idle.start)}`, word];
-    if (/fill|order|drain/.test(idle.reason)) return least;
-    const next = this.next(idle.rank, idle.end),
+    const { reason } = idle,
+      long = `${reason} ${number(idle.end - idle.start)}`,
+      next = /fill|order|drain/.test(reason) ? -1 : this.next(idle.rank, idle.end),
       last = next < 0 ? null : this.waited(next);
-    if (!last) return least;
-    const whole = `${least[0]} for ${this.label(last[0])}`;
-    return [`${whole} of rank ${this.rank[last[0]]}`, whole, ...least];
+    if (!last) return [long, reason];
+    const rank = this.rank[last[0]],
+      whose = `for ${this.label(last[0])} of rank ${rank}`;
+    return [`${long} ${whose}`, `${reason} ${whose}`, whose, `for rank ${rank}`, `r${rank}`];
   }
 
   // The first action of a rank that starts at a time or later; -1 after its last.

@@ -26,13 +26,16 @@ function sentence(model, { place, idle, range }) {
     const length = time(range.to - range.from, model.unit);
     return `from ${number(range.from)} to ${number(range.to)} (${length}): all ranks together ${sums.join(", ")}`;
   }
-  if (idle) return `rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}: ${idle.reason}`;
+  if (idle) return `${idles(idle)}: ${idle.reason}`;
   const m = model.microbatch[place],
     of = m < 0 ? "" : ` of micro-batch ${m}`;
   const what = `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}`;
   const when = `${number(model.start[place])} to ${number(model.end[place])}`;
   return `${what}, rank ${model.rank[place]}, ${when}`;
 }
+
+const idles = ({ rank, reason, start, end }) =>
+  `rank ${rank} ${GAPS[reason].waits ? "waits" : "is idle"} from ${number(start)} to ${number(end)}`;
 
 function select(timeline, chosen, reveal = false) {
   state.timeline = timeline;
@@ -234,7 +237,7 @@ function explainIdle(timeline, idle) {
     if (last) parts.push(chain(timeline, last[0]));
   }
   return [
-    tag("h3", `Rank ${idle.rank} is idle from ${number(idle.start)} to ${number(idle.end)}`),
+    tag("h3", idles(idle).replace("r", "R")),
     tag("p", `${length}: ${idle.reason}. ${data.meanings[idle.reason]}`),
     text,
     ...parts,
@@ -332,12 +335,12 @@ function legend() {
     });
     return made;
   };
-  const kinds = Object.entries(WORDS).map(([letter, word]) =>
-    entry(letter, `${letter} ${word}`, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
+  const kinds = Object.entries(data.legend).map(([letter, text]) =>
+    entry(letter, text, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
   );
   const there = new Set(models.flatMap(({ idle }) => idle.flatMap(({ reason }) => [GAPS[reason].ground, reason])));
   const idle = [
-    ["wait", "waits", "wait"],
+    ["wait", data.wait, "wait"],
     ["transfer", "transfer", "wait", 180],
     ["idle", "not begun, or done", "idle", 135],
   ]
@@ -350,7 +353,7 @@ function legend() {
     });
   if (look.memory) {
     const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
-      made = tag("span", `up to ${counted(most, "activation")}`);
+      made = tag("span", `memory: up to ${counted(most, "activation")}`);
     if (data.cap) made.append(`; red line: the cap, ${data.cap}`);
     made.style.setProperty("--swatch", "var(--memory)");
     idle.push(made);
@@ -377,17 +380,18 @@ function legend() {
   );
 }
 
-// Search: an action, F3, mb 3, rank 2, stage 1, idle > 3.
+// Search: an action, F3, mb 3, rank 2, stage 1, wait > 3; idle > 3 finds those that fill or drain too.
 function search(text) {
   look.found = new Set();
   const query = text.trim(),
     { model } = state.timeline ?? timelines[0],
     gaps = [];
   const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query),
-    idle = /^idle\s*>\s*([\d.]+)$/i.exec(query),
+    idle = /^(wait|idle)\s*>\s*([\d.]+)$/i.exec(query),
     kind = new RegExp(`^([${KINDS}])(\\d+)$`, "i").exec(query);
   const lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
-  if (idle) gaps.push(...model.idle.filter((each) => each.end - each.start > Number(idle[1])));
+  const meant = ({ start, end, reason }) => end - start > idle[2] && (/^i/i.test(query) || GAPS[reason].waits);
+  if (idle) gaps.push(...model.idle.filter(meant));
   else if (word)
     lists[word[1].toLowerCase()].forEach((value, at) => {
       if (value === Number(word[2])) look.found.add(at);

@@ -1,12 +1,12 @@
 // Timelines on paper, and as files: SVG and PNG as on the screen. Tables and traces are saved from Python.
 const BELOW = 44; // pixels below the lanes: ticks, their times, the unit
 const HEADS = 62; // pixels for the names of ranks
-const TITLE = 26; // pixels above each timeline of a picture
+const TITLE = 44; // pixels above each timeline of a picture: its name and its caption
 const STYLE = [
   "text{font:12px system-ui,sans-serif}",
   ".label,.why,.axis-text{text-anchor:middle}",
   ".label,.why{dominant-baseline:central}",
-  ".why{font-size:11px}",
+  ".why,.held{font-size:11px}",
   ".axis-text.first{text-anchor:start}",
   ".thin{stroke:none}",
 ].join("");
@@ -79,7 +79,7 @@ function views() {
 function named(painter, view) {
   let x = 110;
   const y = view.height + 37,
-    kinds = Object.entries(WORDS).map(([letter, word]) => [`--${letter}0`, `${letter} ${word}`]);
+    kinds = Object.entries(data.legend).map(([letter, text]) => [`--${letter}0`, text]);
   for (const [colour, text] of look.colour === "kind" || view.crowded ? kinds : []) {
     painter.rect({ x, y: y - 9, width: 14, height: 10 }, colour, 1, {});
     painter.note(x + 20, y, text, { class: "axis-name" });
@@ -95,14 +95,15 @@ function asSvg() {
   const svg = element("svg", { viewBox: `${-HEADS} 0 ${width} ${height}`, width, height, role: "img" });
   svg.append(
     element("title", {}, document.title),
-    element("desc", {}, all.map(({ view }) => `${view.model.title}: ${view.summary}`).join("; ")),
+    element("desc", {}, all.map(({ view }) => `${view.model.title}: ${view.model.caption}`).join(" ")),
     element("style", {}, `.bar{stroke:${css("--edge")}}${STYLE}`),
     document.querySelector("#definitions defs").cloneNode(true),
   );
   svg.append(element("rect", { x: -HEADS, width, height, style: "fill:var(--paper)" }));
   for (const { view, top } of all) {
     const group = element("g", { transform: `translate(0 ${top})`, style: "fill:var(--text)" });
-    group.append(element("text", { x: 2 - HEADS, y: -9 }, view.model.title));
+    for (const [up, text] of [[26, view.model.title], [9, view.model.caption]])
+      group.append(element("text", { x: 2 - HEADS, y: -up }, text));
     lay(view, svgPainter(group), Math.round(view.width));
     named(svgPainter(group), view);
     svg.append(group);
@@ -132,7 +133,8 @@ function asPng() {
     pixels.end();
     context.drawImage(pixels.canvas, 0, 2 * top);
     Object.assign(context, { font: "24px system-ui, sans-serif", fillStyle: css("--text") });
-    context.fillText(view.model.title, 4, 2 * top - 18);
+    context.fillText(view.model.title, 4, 2 * top - 52);
+    context.fillText(view.model.caption, 4, 2 * top - 18);
   }
   return new Promise((done) => canvas.toBlob(done));
 }

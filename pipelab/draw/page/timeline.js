@@ -1,4 +1,4 @@
-const STRIP = 8; // pixels of a memory strip
+const STRIP = 18; // pixels of a memory strip
 const CHANNEL = 15; // pixels of each strip with what runs on a channel: gathers and frees, offloads, loads
 const FEW = 1500; // up to so many visible bars, each is an element of its own; more are painted on a canvas
 const FEW_MOVING = 150; // the same while the picture moves: elements are slow
@@ -28,7 +28,7 @@ class Timeline {
     this.dirty = false;
     const count = model.lanes.length;
     this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15;
-    this.most = Math.max(1, data.cap, ...model.lanes.map((lane) => lane.peak));
+    this.most = Math.max(1, data.cap, ...models.flatMap((each) => each.lanes.map((lane) => lane.peak))); // one scale
     this.build();
   }
 
@@ -54,7 +54,7 @@ class Timeline {
     this.canvas = tag("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
     this.pixels = new Pixels(this.canvas);
-    this.svg = element("svg", { "data-trace": this.index, role: "img", "aria-label": this.summary });
+    this.svg = element("svg", { "data-trace": this.index, role: "img", "aria-label": model.caption });
     this.spacer.append(this.canvas, this.svg);
     this.scroller.append(this.spacer);
     this.map = tag("canvas", "", "map");
@@ -136,10 +136,6 @@ class Timeline {
 
   shut(rank) {
     return Boolean(this.rows[this.rowOf[rank]].band);
-  }
-
-  get summary() {
-    return equation(this.model.span * this.model.lanes.length, totalOf(this.model.sums()));
   }
 
   get width() {
@@ -355,10 +351,11 @@ class Timeline {
           continue;
         }
         painter.gap(box, gap, marks);
-        if (box.width <= 24 || this.lane < 20) continue;
+        if (box.width < 13 || this.lane < 20) continue;
         const visible = Math.min(box.x + box.width, right) - Math.max(box.x, 0),
-          text = model.words(idle).find((each) => wide(each) + 6 <= visible);
-        if (text) painter.text(box, text, `--${gap.ground}-ink`, 1, { class: "why" }, right);
+          words = model.words(idle),
+          text = words.find((each) => wide(each) + 6 <= visible) ?? words.at(-1);
+        painter.text(box, text, `--${gap.ground}-ink`, 1, { class: "why" }, right);
       }
     }
     outlines(this, painter, right);
@@ -441,7 +438,9 @@ class Timeline {
   memory(painter) {
     this.model.lanes.forEach((lane, rank) => {
       const steps = this.shut(rank) ? [] : this.model.memory(rank),
-        from = this.left / this.scale;
+        from = this.left / this.scale,
+        bottom = this.rowOf[rank] * this.pitch + STRIP,
+        up = (count) => bottom - (count / this.most) * (STRIP - 1);
       let at = 0,
         high = steps.length;
       while (at < high) {
@@ -450,7 +449,8 @@ class Timeline {
         else at = middle + 1;
       }
       at = Math.max(0, at - 1);
-      let x = at < steps.length ? steps[at][0] * this.scale - this.left : 0,
+      let peak = null,
+        x = at < steps.length ? steps[at][0] * this.scale - this.left : 0,
         held = 0;
       for (; at < steps.length && x <= this.width; at += 1) {
         if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
@@ -459,20 +459,20 @@ class Timeline {
         const until = Math.min(steps[at + 1]?.[0] ?? this.span, look.now ?? this.span) * this.scale - this.left,
           width = until - x;
         if (width < 1 && at + 1 < steps.length) continue;
-        const height = (held / this.most) * (STRIP - 1);
-        if (held)
-          painter.rect(
-            { x, y: this.rowOf[rank] * this.pitch + STRIP - height, width, height },
-            "--memory",
-            1,
-            { class: "memory", "data-held": held },
-          );
+        const part = (from, to, colour, marks) =>
+          to > from && painter.rect({ x, y: up(to), width, height: up(from) - up(to) }, colour, 1, marks);
+        part(0, held, "--memory", { class: "memory", "data-held": held });
+        if (data.cap) part(data.cap, held, "--need", { class: "over" });
+        if (held === lane.peak) peak ??= Math.max(x, 0);
         x = until;
         held = 0;
       }
+      const write = (x, text) =>
+        painter.note(Math.min(x + 3, this.width - wide(text)), bottom - 3, text, { class: "held" });
+      if (peak !== null) write(peak, `peak ${lane.peak}`);
       if (!data.cap || this.shut(rank)) return;
-      const y = this.rowOf[rank] * this.pitch + STRIP - (data.cap / this.most) * (STRIP - 1);
-      painter.rect({ x: 0, y, width: this.width, height: 1 }, "--need", 1, { class: "cap" });
+      painter.rect({ x: 0, y: up(data.cap), width: this.width, height: 1 }, "--need", 1, { class: "cap" });
+      write(this.width, `cap ${data.cap}`);
     });
   }
 

@@ -223,7 +223,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
         1F1B · 2 ranks, 3 micro-batches, simulated
         A step takes 12 units. The ranks idle 25.0 % of it (the bubble); rank 1 limits it. Rank 0 holds up
         to 2 activations (by rank: 2 1).
-        rank 0 │F0 F1 ······B0─── F2 B1─── ···B2───
+        rank 0 │F0 F1 ··r1··B0─── F2 B1─── ···B2───
         rank 1 │···F0 B0─── F1 B1─── F2 B2─── ······
                 ┬──────────────┬──────────────┬─────
                 0 units        5              10

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import pipelab
-from pipelab.challenges.levels import INSTEAD, levels
+from pipelab.challenges.levels import INSTEAD, Level, built, levels
+from pipelab.draw.order import drawings
 from pipelab.draw.page import content, frame
 from pipelab.plan.actions import TRAITS
 
@@ -206,10 +207,22 @@ def _levels() -> dict[str, dict[str, Any]]:
                 }
                 for kind in each.kinds
             },
-            "known": {"; ".join(" ".join(map(str, row)) for row in plan.rows): name for name, plan in each.known},
+            # Of several with the same rows, the first counts.
+            "known": {
+                "; ".join(" ".join(map(str, row)) for row in plan.rows): built(name)
+                for name, plan in reversed(each.known)
+            },
+            "circle": _circle(each) if each.listed else None,
         }
         for each in levels().values()
     }
+
+
+def _circle(level: Level) -> dict[str, Any]:
+    """Return the picture of what is wrong in a level's listed rows, without what would repair it."""
+    faults = pipelab.check(pipelab.Plan.parse(list(level.listed)))
+    made = runpy.run_path(str(SOURCES / "playground.py"))["picture"](drawings(faults)[0])
+    return dict(made | {"hint": ""})
 
 
 def _schedules() -> dict[str, dict[str, Any]]:

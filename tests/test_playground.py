@@ -321,6 +321,7 @@ def test_a_shared_link_brings_code_sliders_and_selection_to_a_phone(opened):
     link = tab.evaluate("location.hash")
     assert "1B3" in link
     tab.locator("#pg-code").fill("\n".join(f"x{at} = {at**9}" for at in range(2000)))
+    wait_until(tab, "document.querySelector('.pg-fault').textContent.includes('nothing to draw')")  # the run has ended
     tab.locator("#pg-share").click()
     wait_until(tab, "document.getElementById('pg-state').value.includes('8 kB')")
     tab.set_viewport_size({"width": 390, "height": 844})
@@ -389,9 +390,19 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     assert "fill and drain" in worth.text_content()  # the lesson
     assert "★★★" in tab.locator(".ch-levels [aria-current]").text_content()
     assert not [each for each in asked if "pyodide" in each]  # not a byte of Python
+    assert tab.locator(".ch-named").text_content() == "par 15"  # the dashed line's name
+    assert tab.locator(".ch-score dd").all_text_contents() == ["15 units", "18", "15", "15 ★★★", "0 of 3"]
+    assert tab.locator(".ch-score tbody tr").nth(1).locator("td").all_text_contents() == ["1", "6", "6"]
+    assert tab.locator(".ch-critical").count() >= 6
     tab.locator("#ch-undo").click()
     wait_until(tab, f"document.querySelector('.ch-worth').hidden && {placed} < 18")
     solved, bars = tab.evaluate("location.hash"), tab.evaluate(placed)
+    tab.keyboard.press("r")
+    wait_until(tab, f"!document.querySelector('.ch-worth').hidden && {placed} === 18")
+    tab.keyboard.press("u")
+    wait_until(tab, f"{placed} === {bars}")
+    tab.keyboard.press("h")
+    assert tab.locator(".ch-hints li").count() == 1
     tab.locator(".ch-levels button").nth(1).click()
     assert tab.locator(".ch-held").first.text_content() == "■□□□"  # of four activations
     tab.locator("summary").click()
@@ -404,14 +415,17 @@ def test_a_level_is_solved_by_hand_without_python_and_refused_in_the_words_of_ch
     wait_until(tab, "document.querySelector('.ch-worth').textContent.includes('33 units. Par!')")
     assert "Looked up" in worth.text_content()
     assert tab.evaluate(placed) == 64
+    assert tab.locator(".ch-memory .ch-full").count() == 5  # rank 0 holds four after F3 to F7
     assert tab.evaluate("localStorage.getItem('pipelab-challenges')") == '{"fill":15,"four":"looked up"}'
     tab.locator(".ch-worth button").click()
     assert tab.locator(".ch-title").text_content() == "In a circle"
+    assert tab.locator(".ch-circle [data-arrow]").count() == 4
     assert tab.locator(".ch-note").nth(2).text_content() == "listed next: F2 F3 B0 B1 B2 B3"  # the rest ran as listed
     for word in ("0F2", "2B0", "2B1", "2B2"):
         if not tab.locator(f".ch-bar[title^='{word},']").count():
             tab.get_by_role("button", name=f": {word} on rank {word[0]}, begins at").click()
     assert "2 moves. Par!" in worth.text_content()
+    assert not tab.locator(".ch-circle").is_visible()
     tab.evaluate(f"location.hash = {solved!r}")
     wait_until(tab, f"{placed} === {bars}")
     tab.evaluate("location.hash = '#fill:9F9.<img>'")

@@ -3,7 +3,7 @@
 window.pipelabBoard ??= class Board {
   constructor(level, moves = []) {
     this.level = level;
-    this.there = new Map(); // value -> [when, on which rank]
+    this.there = new Map(); // value -> [when, on which rank, made by which word]
     this.placed = new Map(); // word -> [rank, start, end]
     this.free = level.home.map(() => 0);
     this.held = level.home.map(() => 0);
@@ -69,7 +69,11 @@ window.pipelabBoard ??= class Board {
     this.peak[rank] = Math.max(this.peak[rank], this.held[rank]);
     for (const queue of Object.values(this.queues)) if (queue[0] === word) queue.shift();
     for (const text of this.level.kinds[kind].gives)
-      this.there.set(this.value(text, Number(microbatch), Number(stage)), [this.leaves(text, word, rank, end), rank]);
+      this.there.set(this.value(text, Number(microbatch), Number(stage)), [
+        this.leaves(text, word, rank, end),
+        rank,
+        word,
+      ]);
     return this;
   }
 
@@ -118,6 +122,37 @@ window.pipelabBoard ??= class Board {
 
   get makespan() {
     return Math.max(0, ...this.free);
+  }
+
+  // The words of one chain without a gap from the beginning to the end: each begins when the one before it lets it.
+  get critical() {
+    const chain = [],
+      words = [...this.placed],
+      same = (a, b) => Math.abs(a - b) < 1e-9;
+    let next = words.find(([, [, , end]]) => same(end, this.makespan))?.[0];
+    while (next) {
+      chain.unshift(next);
+      const [rank, start] = this.placed.get(next),
+        [, stage, kind, microbatch] = /^(\d+)([A-Z])(\d+)$/.exec(next);
+      const given = this.level.kinds[kind].needs.map((text) =>
+        this.there.get(this.value(text, Number(microbatch), Number(stage))),
+      );
+      const late = given.find((each) => each && same(each[0] + (each[1] === rank ? 0 : this.level.latency), start));
+      next = words.find(([, [home, , end]]) => home === rank && same(end, start))?.[0] ?? late?.[2];
+    }
+    return chain;
+  }
+
+  // What a rank holds over time: [from, until, how many activations], from each forward's start to its backward's end.
+  memory(rank) {
+    const changes = [...this.placed]
+      .filter(([, [home]]) => home === rank)
+      .map(([word, [, start, end]]) => [this.level.kinds[/[A-Z]/.exec(word)[0]].held, start, end])
+      .filter(([held]) => held)
+      .map(([held, start, end]) => [held > 0 ? start : end, held])
+      .sort(([a, up], [b, down]) => a - b || up - down);
+    let held = 0;
+    return changes.map(([from, by], at) => [from, changes[at + 1]?.[0] ?? this.makespan, (held += by)]);
   }
 
   // Of listed rows, what is not placed yet.

@@ -4,12 +4,14 @@
   if (!root) return;
   const base = new URL("./", document.currentScript.src),
     engine = window.pipelabEngine,
+    code = window.pipelabEditor?.(document.getElementById("ch-code")) ?? document.getElementById("ch-code"),
     KEPT = "pipelab-challenges";
   const find = (selector) => root.querySelector(selector);
   const tag = (name, text, more = {}) => Object.assign(document.createElement(name), { textContent: text, ...more });
   let levels = {},
     level = null,
     moves = [],
+    undone = [], // what redo brings back
     hints = 0,
     looked = false; // whether the order came from the catalogue or a solver
 
@@ -56,8 +58,9 @@
   }
 
   function open(name, placed) {
-    [level, moves, hints, looked] = [levels[name], placed, 0, false];
+    [level, moves, undone, hints, looked] = [levels[name], placed, [], 0, false];
     list();
+    if (level.circle) find(".ch-circle").replaceChildren(window.pipelabOrder(level.circle));
     find(".ch-title").textContent = level.title;
     find(".ch-story").textContent = level.story;
     find(".ch-given").textContent = `${level.given}; ${level.goals}.`;
@@ -82,6 +85,8 @@
 
   // Take back the last choice, and what followed from it.
   function undo() {
+    if (find("#ch-undo").disabled) return;
+    undone.push(moves);
     const before = [...moves];
     while (before.length) {
       before.pop();
@@ -90,6 +95,18 @@
     }
     moves = before;
     if (!moves.length) forced();
+    show();
+  }
+
+  function redo() {
+    moves = undone.pop() ?? moves;
+    show();
+  }
+
+  function hint() {
+    hints = Math.min(hints + 1, level.hints.length);
+    hinted();
+    show();
   }
 
   function show() {
@@ -103,6 +120,8 @@
     }
     history.replaceState(history.state, "", `#${level.name}${moves.length ? `:${moves.join(".")}` : ""}`);
     for (const id of ["undo", "reset"]) find(`#ch-${id}`).disabled = !moves.length;
+    find("#ch-redo").disabled = !undone.length;
+    find(".ch-circle").hidden = !level.circle || board.complete;
     draw(board);
   }
 
@@ -138,6 +157,8 @@
       element.style.color = ink(colour(word));
       return element;
     };
+    const critical = new Set(board.complete ? board.critical : []),
+      most = level.cap ?? Math.max(level.good, ...board.peak);
     const focused = document.activeElement?.dataset?.rank;
     const lanes = level.times.map((_, rank) => {
       const lane = tag("div", "", { className: "ch-lane" }),
@@ -146,15 +167,16 @@
         next = tag("div", "", { className: "ch-next" });
       if (level.cap || level.within) {
         const held = board.held[rank],
-          most = level.cap ?? board.peak[rank],
-          boxes = "■".repeat(held) + "□".repeat(most - held),
-          about = `holds ${held} activations, ${level.cap ? `of ${most}` : `at most ${most} so far`}`;
+          peak = level.cap ?? board.peak[rank],
+          boxes = "■".repeat(held) + "□".repeat(peak - held),
+          about = `holds ${held} activations, ${level.cap ? `of ${peak}` : `at most ${peak} so far`}`;
         const className = level.cap && held >= level.cap ? "ch-held ch-full" : "ch-held";
         head.append(tag("small", boxes, { className, title: about, ariaLabel: about }));
       }
       for (const [word, [home, start, end]] of board.placed)
         if (home === rank) {
-          const bar = tag("div", label(word), { className: "ch-bar", title: `${word}, ${start} to ${end}` });
+          const className = critical.has(word) ? "ch-bar ch-critical" : "ch-bar",
+            bar = tag("div", label(word), { className, title: `${word}, ${start} to ${end}` });
           bars.append(spread(bar, start, end, word));
         }
       if (goal) {
@@ -172,12 +194,21 @@
         spread(button, start, end, word).style.top = `${row * 2}rem`;
         button.addEventListener("click", () => {
           moves.push(word);
+          undone = [];
           forced();
           show();
         });
         next.append(button);
       });
-      lane.append(head, bars, tag("small", note(board, rank), { className: "ch-note" }), next);
+      const memory = tag("div", "", { className: "ch-memory", hidden: !level.cap && !level.within });
+      for (const [from, until, held] of board.memory(rank)) {
+        const full = level.cap ? held >= level.cap : held > level.par,
+          title = `${held} activations, ${from} to ${until}`,
+          step = tag("div", "", { className: full ? "ch-full" : "", title });
+        Object.assign(step.style, { left: place(from), width: place(until - from), height: `${(100 * held) / most}%` });
+        memory.append(step);
+      }
+      lane.append(head, bars, memory, tag("small", note(board, rank), { className: "ch-note" }), next);
       return lane;
     });
     const axis = tag("div", "", { className: "ch-axis" });
@@ -186,15 +217,55 @@
       tick.style.left = place(time);
       axis.append(tick);
     }
-    const foot = tag("div", "", { className: "ch-lane" });
+    const foot = tag("div", "", { className: "ch-lane" }),
+      top = tag("div", "", { className: "ch-lane", hidden: !goal }),
+      named = tag("span", `${level.within ? "allowed" : "par"} ${goal}`, { className: "ch-named" });
+    named.style.left = place(goal);
+    top.append(tag("div", ""), tag("div", "", { className: "ch-axis" }));
+    top.lastChild.append(named);
     foot.append(tag("div", ""), axis);
-    find(".ch-board").replaceChildren(...lanes, foot);
+    find(".ch-board").replaceChildren(top, ...lanes, foot);
     const narrow = [...root.querySelectorAll(".ch-bar")].filter((bar) => bar.scrollWidth > bar.clientWidth);
     for (const bar of narrow) bar.textContent = /\d+$/.exec(bar.textContent); // a micro-batch; its colour says the kind
     if (focused !== undefined) (find(`.ch-next button[data-rank="${focused}"]`) ?? find(".ch-next button"))?.focus();
     const more = level.unit === "units" ? "" : `; ${counted(board.score)}`;
     say(`${board.placed.size} placed; the latest ends at ${board.makespan}${more}`);
     valued(ready.flat().length ? null : worth(board));
+    scored(board);
+  }
+
+  // The scoreboard: the numbers now and to be reached; of a complete order, each rank beside what par leaves it.
+  function scored(board) {
+    const rows = { now: counted(board.score), good: level.good, par: level.par },
+      own = best()[level.name];
+    if (own !== undefined) rows.best = `${own} ${typeof own === "number" ? stars(level.name) : ""}`;
+    rows.hints = `${hints} of ${level.hints.length}`;
+    find(".ch-score dl").replaceChildren(
+      ...Object.entries(rows).flatMap(([name, value]) => [tag("dt", name), tag("dd", value)]),
+    );
+    const table = find(".ch-score table"),
+      idles = level.unit === "units";
+    table.hidden = !board.complete || !(idles || level.within);
+    const row = (kind, cells) => {
+      const made = document.createElement("tr");
+      made.append(...cells.map((cell) => tag(kind, cell)));
+      return made;
+    };
+    const work = level.times.map((_, rank) =>
+      [...board.placed.values()].reduce((sum, [home, start, end]) => sum + (home === rank ? end - start : 0), 0),
+    );
+    const round = (number) => Number(number.toFixed(3));
+    table.tHead.replaceChildren(row("th", idles ? ["rank", "idle", "at par"] : ["rank", "holds", "at par"]));
+    table.tBodies[0].replaceChildren(
+      ...work.map((busy, rank) =>
+        row(
+          "td",
+          idles
+            ? [rank, round(board.makespan - busy), round(level.par - busy)]
+            : [rank, board.peak[rank], `up to ${level.par}`],
+        ),
+      ),
+    );
   }
 
   function worth(board) {
@@ -210,7 +281,7 @@
       reached = score <= level.par ? "par" : score <= level.good ? "good" : "legal";
     if (level.within && makespan > level.within)
       return { reached: "refused", said: `It takes ${makespan} units, and the level allows ${level.within}.` };
-    return { reached, score, said: name ? `You built ${name}.` : "" };
+    return { reached, score, said: name ?? "" };
   }
 
   const counted = (score) => `${score} ${score === 1 ? level.unit.slice(0, -1) : level.unit}`;
@@ -235,6 +306,8 @@
       tag("strong", score === undefined ? words[reached] : `${counted(score)}. ${words[reached]}`),
     );
     if (reached === "par") box.append(tag("p", level.lesson));
+    if (score !== undefined)
+      box.append(tag("p", "Between red lines: the critical path, a chain of actions that sets the time."));
     if (looked && score !== undefined)
       box.append(tag("p", "Looked up: now you know where it leads. Place it yourself, and it counts."));
     if (said) box.append(tag("pre", said));
@@ -248,14 +321,14 @@
     if (score !== undefined) keep(score);
   }
 
-  find("#ch-undo").addEventListener("click", () => {
-    undo();
-    show();
-  });
+  find("#ch-undo").addEventListener("click", undo);
+  find("#ch-redo").addEventListener("click", redo);
   find("#ch-reset").addEventListener("click", () => open(level.name, []));
-  find("#ch-hint").addEventListener("click", () => {
-    hints += 1;
-    hinted();
+  find("#ch-hint").addEventListener("click", hint);
+  addEventListener("keydown", (event) => {
+    const act = { u: undo, r: redo, h: hint }[event.key],
+      writes = event.target.closest?.("input, textarea, select, [contenteditable]");
+    if (act && root.isConnected && !writes && !event.ctrlKey && !event.altKey && !event.metaKey) act();
   });
   find("#ch-try").addEventListener("click", async () => {
     const button = find("#ch-try"),
@@ -274,11 +347,11 @@
       say("running …");
       const { worth: found, moves: made, looked: up } = await engine.call("challenge.attempt", [
         level.name,
-        find("#ch-code").value,
+        code.value,
       ]);
       looked = up;
       if (made) {
-        moves = made;
+        [moves, undone] = [made, []];
         show();
       }
       valued(found);

@@ -12,7 +12,7 @@ from typing import Any
 from playground import FILE, run_code, subject_of
 
 import pipelab
-from pipelab.challenges.levels import Attempt, judge, levels
+from pipelab.challenges.levels import Attempt, built, judge, levels
 from pipelab.errors import PipelabError, clean
 
 
@@ -42,10 +42,8 @@ def worth(made: Attempt) -> dict[str, Any]:
     """Return what an attempt is worth, in a word, a number and a sentence."""
     if made.trace is None:
         return {"reached": "refused", "said": clean("\n".join(made.refusals[:3]), keep="\n")}
-    name = made.recognised
-    source = pipelab.schedules[name].source if name else ""
     return {
         "reached": made.reached,
         "score": made.score,
-        "said": f"You built {name}: {source}" if name else "",
+        "said": built(made.recognised) if made.recognised else "",
     }

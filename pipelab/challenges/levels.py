@@ -199,6 +199,11 @@ def level(name: str) -> Level:
     return found[name]
 
 
+def built(name: str) -> str:
+    """Say which of the catalogue's schedules an order is; terminal and page say the same."""
+    return f"you built {name}: {schedules[name].source}"
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What an order is worth in a level. Made by `judge`.
@@ -207,7 +212,7 @@ class Attempt:
         level: the level.
         refusals: why it does not count, in sentences; empty if it does.
         trace: when everything happens, if it counts.
-        recognised: the name of the catalogue's schedule that has the same rows, if there is one.
+        recognised: the name of the catalogue's schedule that has the same rows, the first if there are several.
         looked_up: whether the catalogue or `optimum` made the order; the same one written by hand counts.
     """
 
@@ -244,13 +249,12 @@ def judge(level: Level, subject: Plan | Schedule) -> Attempt:
     trace = simulate(plan, level.cost, order="at-use", transport=transport)
     if level.within and trace.makespan > level.within:
         return Attempt(level, [f"it takes {trace.makespan:g} units, and the level allows {level.within:g}"])
-    known = next(((name, known.name) for name, known in level.known if known.rows == plan.rows), None)
-    name, title = known or (None, None)
+    known = {known.name: name for name, known in level.known if known.rows == plan.rows}
     if isinstance(subject, Schedule):
         looked_up = type(subject) in schedules.values()
     else:
-        looked_up = plan.name == title or plan.name.startswith("best order of ")  # `optimum` names its plans so
-    return Attempt(level, [], trace, name, looked_up)
+        looked_up = plan.name in known or plan.name.startswith("best order of ")  # `optimum` names its plans so
+    return Attempt(level, [], trace, next(iter(known.values()), None), looked_up)
 
 
 def _other_sizes(level: Level, plan: Plan) -> str | None:

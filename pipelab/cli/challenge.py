@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from pipelab import files
-from pipelab.catalogue import schedules
-from pipelab.challenges.levels import Attempt, Level, judge, level, levels
+from pipelab.challenges.levels import Attempt, Level, built, judge, level, levels
 from pipelab.cli.options import untimed
 from pipelab.cli.printing import echo, folded, say
 from pipelab.cli.targets import find, has_sizes
@@ -94,8 +93,8 @@ def _try(level: Level, target: str) -> None:
     ahead = "good" if attempt.reached == "good" else f"legal; good is {level.good:g}"
     par = f"{score}. Par! No order does better. {level.lesson}"
     echo(folded(f"{level.title}: {par if attempt.reached == 'par' else f'{score}, {ahead}; par is {level.par:g}'}"))
-    if (built := attempt.recognised) is not None:
-        say(f"you built {built}: {schedules[built].source}")
+    if attempt.recognised is not None:
+        say(built(attempt.recognised))
     if attempt.looked_up:
         say("looked up: now you know where it leads. Write it yourself, and it counts")
     _keep(attempt)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipelab
-from pipelab.challenges.levels import judge, levels
+from pipelab.challenges.levels import built, judge, levels
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GIVEN = runpy.run_path(str(DOCS / "pyodide.py"))["_levels"]()
@@ -20,6 +20,7 @@ LEVELS = list(levels().values())
 STATE = (
     "(moves) => ((b) => [b.ready, b.forced, b.complete, b.makespan, b.rows, b.score])(new pipelabBoard(level, moves))"
 )
+SHOWN = "(moves) => ((b) => [b.critical, level.times.map((_, rank) => b.memory(rank))])(new pipelabBoard(level, moves))"
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,34 @@ def test_a_random_game_never_gets_where_check_and_simulate_judge_otherwise(play,
         assert found.trace.makespan == pytest.approx(makespan)
         assert each.score(found.trace) == pytest.approx(score)
         assert {str(event.action): event.start for event in found.trace.events} == pytest.approx(said)
+        critical, memory = play.tab.evaluate(SHOWN, moves)
+        assert [max(held for *_, held in steps) for steps in memory] == list(found.trace.peak_activations)
+        assert_is_critical(each, found.trace, critical)
+
+
+def assert_is_critical(level, trace, words):
+    """Check that words lead from the first start to the last end, and that each begins when the one before lets it."""
+    events = {str(event.action): event for event in trace.events}
+    chain = [events[word] for word in words]
+    assert (chain[0].start, chain[-1].end) == (0, pytest.approx(trace.makespan))
+    for one, other in itertools.pairwise(chain):
+        way = 0 if one.rank == other.rank else level.latency
+        assert other.start == pytest.approx(one.end + way) or level.queued
+
+
+@pytest.mark.parametrize("each", LEVELS, ids=lambda each: each.name)
+def test_the_page_names_an_order_as_the_terminal_does(each):
+    for _, plan in each.known:
+        if name := judge(each, plan).recognised:
+            rows = "; ".join(" ".join(map(str, row)) for row in plan.rows)
+            assert GIVEN[each.name]["known"][rows] == built(name)
+
+
+def test_the_name_is_the_first_of_those_with_the_same_rows_and_no_picture_gives_the_answer():
+    attempt = judge(levels()["fill"], pipelab.schedules["hanayo"](3, 3, stages_per_rank=1).plan())
+    assert (attempt.recognised, attempt.looked_up) == ("eager-1f1b", True)
+    circle = GIVEN["circle"]["circle"]
+    assert (len(circle["arrows"]), circle["hint"]) == (4, "")
 
 
 @pytest.mark.teacher

@@ -82,12 +82,15 @@ class Asked:
             "--questions", callback=_ask, is_eager=True, help="only say what is asked, and which numbers answer it"
         ),
     ] = False
-    no_answers: Annotated[bool, typer.Option("--no-answers", help="leave out the answers of a teacher's copy")] = False
+    no_answers: Annotated[
+        bool, typer.Option("--no-answers", hidden=not _key("hw4"), help="leave out the answers of a teacher's copy")
+    ] = False
 
     def notes(self, lab: str, numbers: Numbers) -> list[str]:
-        """Return the answers of the teacher's key, filled with numbers; without a key, where the questions are."""
+        """Return the answers of the teacher's key, filled with numbers; without a key, the questions."""
         if not (key := _key(lab)):
-            return [f"What the assignment asks, and which of these numbers answer it: pipelab lab {lab} --questions"]
+            asked = (f"{each['ask']}\n    from: {each['number']}" for each in _questions(lab).values())
+            return [f"{number}. {said}" for number, said in enumerate(asked, start=1)]
         answers = ((each["ask"], _filled(key[name]["answer"], numbers)) for name, each in _questions(lab).items())
         numbered = [f"{number}. {ask} {said}" for number, (ask, said) in enumerate(answers, start=1) if said]
         return [] if self.no_answers else numbered
@@ -131,7 +134,7 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
             for row in rows:
                 found.append(row)
                 progress.advance(task)
-                if not console.is_terminal:
+                if not console.is_terminal and len(found) == 1:
                     left = (time.monotonic() - began) / len(found) * (total - len(found))
                     sys.stderr.write(f"{what}: {len(found)} of {total}, about {left:.0f} s left\n")
                     sys.stderr.flush()

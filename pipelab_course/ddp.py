@@ -15,19 +15,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from pipelab.cli.believing import Watch
@@ -62,6 +65,7 @@ class Job:
         delay_ms: a sleep at the beginning of every step.
         delayed: the one rank that sleeps; `None` for all.
         data_parallel: `DataParallel` in one process, instead of DDP.
+        devices: how many it has without GPUs: they are emulated.
         gpus: whether each process has its own GPU; `DataParallel` has all.
     """
 
@@ -75,6 +79,7 @@ class Job:
     delay_ms: float = 0.0
     delayed: int | None = None
     data_parallel: bool = False
+    devices: int = 1
     gpus: bool = False
 
 
@@ -209,10 +214,10 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
     memory_before = _resident("VmRSS")
     layers = (layer for _ in range(job.depth) for layer in (nn.Linear(job.width, job.width), nn.ReLU()))
     plain = nn.Sequential(*layers).to(device)
-    model = nn.DataParallel(plain) if job.data_parallel else DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
     mine = slice(rank * job.batch // job.processes, (rank + 1) * job.batch // job.processes)
     x, y = (torch.randn(job.batch, job.width)[mine].to(device) for _ in range(2))
+    model = nn.DataParallel(plain) if job.data_parallel else DistributedDataParallel(plain)
     delay = job.delay_ms / 1e3 if job.delayed in (None, rank) else 0.0
 
     def step() -> tuple[float, torch.Tensor]:
@@ -226,6 +231,9 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
             torch.cuda.synchronize(device)
         return 1e3 * (time.perf_counter() - began), loss.detach()
 
+    busy = list[list[float]]()
+    if job.data_parallel and not job.gpus:
+        step = partial(_emulated_step, job, plain, optimizer, x, y, busy)
     for _ in range(DROPPED):
         step()
     began, watch = time.perf_counter(), Watch()
@@ -234,6 +242,10 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
     processor, memory_mb = watch.own / (time.perf_counter() - began), _memory_mb(job, device, memory_before)
     own = [median(times), processor / job.threads, memory_mb, losses[-1].item(), watch.own]
     ranks = [own]
+    if busy:
+        shares = [median(each) for each in zip(*busy[DROPPED:], strict=True)]
+        held = _devices_mb(plain, optimizer, x.chunk(job.devices), y)
+        ranks = [[own[0], share, mb, own[3], watch.own / job.devices] for share, mb in zip(shares, held, strict=True)]
     alone: list[float] = []
     if isinstance(model, DistributedDataParallel) and job.processes > 1:
         ranks = [[] for _ in range(job.processes)]
@@ -245,12 +257,71 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
         "times_ms": times,
         "alone_ms": alone,
         "loss": sum(loss) / len(loss),
-        "devices": len(model.device_ids) if isinstance(model, nn.DataParallel) else None,
         "rank_ms": rank_ms,
         "utilisation": utilisation,
         "memory_mb": memory,
         "others": watch.others(sum(seconds)),
     }
+
+
+def _emulated_step(
+    job: Job, plain: nn.Module, optimizer: torch.optim.SGD, x: Tensor, y: Tensor, busy: list[list[float]]
+) -> tuple[float, Tensor]:
+    """Train a step as `DataParallel` does; add to `busy` which share of it each device works.
+
+    The devices are emulated: they compute one after another, which counts as simultaneous. What device 0 does for all
+    is added: it copies the model, scatters, gathers, adds up gradients and updates.
+    """
+    marks, own = [time.perf_counter()], dict[str, Tensor](plain.named_parameters())
+
+    def lap() -> float:
+        marks.append(time.perf_counter())
+        return 1e3 * (marks[-1] - marks[-2])
+
+    optimizer.zero_grad()
+    copies = [
+        {name: each.detach().clone().requires_grad_() for name, each in own.items()} for _ in range(1, job.devices)
+    ]
+    outputs, forwards, backwards, serial = list[Tensor](), list[float](), list[float](), lap()
+    for model, rows in zip([own, *copies], x.chunk(job.devices), strict=True):
+        outputs.append(functional_call(plain, model, (rows,)))
+        forwards.append(lap())
+    gathered = torch.cat(outputs).detach().requires_grad_()
+    loss = nn.functional.mse_loss(gathered, y)
+    parts = torch.autograd.grad(loss, gathered)[0].chunk(job.devices)
+    serial += lap()
+    for output, gradient in zip(outputs, parts, strict=True):
+        output.backward(gradient)
+        backwards.append(lap())
+    for model in copies:
+        for each, copy in zip(own.values(), model.values(), strict=True):
+            assert each.grad is not None
+            assert copy.grad is not None
+            each.grad += copy.grad
+    optimizer.step()
+    serial += lap()
+    took = serial + max(forwards) + max(backwards)
+    worked = [sum(each) / took for each in zip(forwards, backwards, strict=True)]
+    busy.append([worked[0] + serial / took, *worked[1:]])
+    return took, loss.detach()
+
+
+def _devices_mb(plain: nn.Module, optimizer: torch.optim.SGD, parts: Sequence[Tensor], y: Tensor) -> Iterator[float]:
+    """Yield what each emulated device holds, counted from tensors; device 0 has all targets, outputs, momenta too."""
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+    more = [y, torch.empty_like(y), torch.empty_like(y), *momenta]  # and all outputs, and their gradients
+    for rows in parts:
+        held = [*more, *plain.parameters(), *(each.grad for each in plain.parameters() if each.grad is not None)]
+        with saved_tensors_hooks(partial(_kept, held), torch.Tensor.detach):
+            plain(rows if more else rows.clone())
+        storages = (each.untyped_storage() for each in held)
+        yield sum({each.data_ptr(): each.nbytes() for each in storages}.values()) / 1e6
+        more = []
+
+
+def _kept(held: list[Tensor], saved: Tensor) -> Tensor:
+    held.append(saved)
+    return saved
 
 
 def _memory_mb(job: Job, device: torch.device, before: int) -> float:

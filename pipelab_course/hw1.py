@@ -96,7 +96,8 @@ def _jobs(experiment: str | None, job: Job, counts: Sequence[int]) -> list[tuple
     """Return the jobs that an experiment makes of a model's largest one, each with a label."""
     scaling = [("DDP", replace(job, processes=count)) for count in counts]
     if experiment is None:
-        return [*scaling, ("DataParallel", replace(job, processes=1, data_parallel=True))]
+        single = replace(job, processes=1, data_parallel=True, devices=job.processes)
+        return [*scaling, ("DataParallel", single)]
     if experiment == "delay":
         return scaling + [(f"DDP + {_DELAY_MS:g} ms", replace(each, delay_ms=_DELAY_MS)) for _, each in scaling]
     if experiment == "batch":
@@ -124,7 +125,6 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
         deciles = quantiles(times, n=10, method="inclusive")
         alike = (run.model, job.batch, job.delay_ms)
         one = ones.setdefault(alike, step_ms) if job.processes == 1 else ones.get(alike)
-        speed_up = one / step_ms if one and found["devices"] != 0 else None  # without a GPU, DataParallel does nothing
         yield {
             "run": run.label,
             "model": run.model,
@@ -136,16 +136,16 @@ def measurements(planned: Sequence[Run], timeout: float = 600.0) -> Iterator[dic
             "stdev_ms": stdev(times),
             "usual_step_off_ms": median(abs(time - step_ms) for time in times),
             "others": found["others"],
-            "speed_up": speed_up,
+            "speed_up": (speed_up := one and one / step_ms),
             "efficiency": speed_up / job.processes if speed_up and not job.data_parallel else None,
             "rows_per_s": 1e3 * job.batch / step_ms,
             "alone_ms": alone_ms,
             "communication": None if alone_ms is None else max(0.0, 1 - alone_ms / step_ms),
             "utilisation": None if job.gpus else tuple(found["utilisation"]),
             "memory_mb": max(found["memory_mb"]),
+            "each_mb": tuple(found["memory_mb"]),
             "rank_ms": tuple(found["rank_ms"]),
             "loss": found["loss"],
-            "data_parallel_devices": found["devices"],
         }
 
 
@@ -269,8 +269,14 @@ def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
                 "{model}: the loss of the last step was {loss}, and differs by at most {loss_range} among these rows: "
                 "all did the same training.".format_map(found)
             )
-        if any(row["data_parallel_devices"] == 0 for row in mine):
-            notes.append(f"{model}: without a GPU, DataParallel only calls the model.")
+        if "dp_first" in (single := _data_parallel(mine)):
+            notes.append(
+                "{model}: DataParallel is emulated: one process scatters, copies and gathers for {dp_devices}, and "
+                "computes for them in turn, which counts as simultaneous. Device 0 works {dp_first} of the step and "
+                "holds {dp_mb}, the others {dp_others} and {dp_others_mb} (counted from tensors).".format_map(
+                    found | single
+                )
+            )
     return notes
 
 
@@ -317,7 +323,7 @@ def _scaling(rows: Sequence[Row]) -> dict[str, str]:
         return found
     if len(rows) > 1:
         found |= {"loss": f"{losses[0]:.6f}", "loss_range": f"{max(losses) - min(losses):.1e}"}
-    plain = [row for row in rows if row["data_parallel_devices"] is None and not row["delay_ms"]]
+    plain = [row for row in rows if not row["data_parallel"] and not row["delay_ms"]]
     last = max(plain, key=lambda row: row["processes"], default=None)
     if last is None or last["processes"] == 1:
         return found
@@ -348,7 +354,7 @@ def _efficiency(plain: Sequence[Row], last: Row, fit: Amdahl) -> dict[str, str]:
 
 
 def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
-    single = next((row for row in rows if row["data_parallel_devices"] is not None), None)
+    single = next((row for row in rows if row["data_parallel"]), None)
     if single is None:
         return {}
     last = [row for row in rows if row is not single][-1]
@@ -362,8 +368,12 @@ def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
     for name, row in {"dp": single, "ddp": last}.items():
         found[f"{name}_variance"] = f"{wording.number(row['stdev_ms'] ** 2)} ms²"
         if row["utilisation"]:
-            found[f"{name}_busy"] = f"{sum(row['utilisation']) * row['threads']:.1f}"
-    return found | ({"no_gpu": "a single DDP process"} if single["data_parallel_devices"] == 0 else {})
+            found[f"{name}_busy"] = wording.percents(row["utilisation"])
+    if single["gpus"] or single["devices"] < 2:
+        return found
+    first, other = (wording.percent(share) for share in single["utilisation"][:2])
+    found |= {"dp_devices": counted(single["devices"], "device"), "dp_first": first, "dp_others": other}
+    return found | {"dp_others_mb": f"{single['each_mb'][1]:.0f} MB"}
 
 
 def _delay(rows: Sequence[Row]) -> dict[str, str]:

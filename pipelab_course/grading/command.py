@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json as notation
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -47,32 +45,20 @@ _Tables = Annotated[
 ]
 
 
-def _show_all(context: typer.Context, wanted: bool) -> None:
+def _help(context: typer.Context, option: typer.CallbackParam, wanted: bool) -> None:
+    """Show the options that students need, or all."""
     if wanted:
         for each in context.command.params:
-            each.hidden = False  # type: ignore[attr-defined]  # of an option
+            students = ("targets", "variant", "par", "ranks", "microbatches", "json", "short", "whole")
+            each.hidden = option.name == "short" and each.name not in students  # type: ignore[attr-defined]
         echo(context.get_help())
         raise typer.Exit
 
 
-def _short(command: Callable[..., None]) -> Callable[..., None]:
-    """Leave all options but students' out of `--help`; `--help-all` shows them."""
-    signature = inspect.signature(command)
-    for name, each in signature.parameters.items():
-        kind, option = get_args(each.annotation)
-        hidden = copy(option)  # other commands have it too
-        hidden.hidden = name not in _STUDENTS
-        command.__annotations__[name] = Annotated[kind, hidden]
-    given = [each.replace(annotation=command.__annotations__[each.name]) for each in signature.parameters.values()]
-    command.__signature__ = signature.replace(parameters=given)  # type: ignore[attr-defined]  # what typer reads
-    return command
+_Short = Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="show this, and exit")]
+_Whole = Annotated[bool, typer.Option("--help-all", callback=_help, is_eager=True, help="show teachers' options too")]
 
 
-_STUDENTS = ("targets", "variant", "par", "ranks", "microbatches", "json", "all_options")
-"""The arguments and options that help shows to students."""
-
-
-@_short
 @grouped
 def grade_command(
     times: Times,
@@ -104,9 +90,8 @@ def grade_command(
     gradescope: _Gradescope = None,
     classroom50: _Classroom = None,
     save: _Tables = None,
-    all_options: Annotated[  # noqa: ARG001 - its callback acts
-        bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="show teachers' options too")
-    ] = False,
+    short: _Short = False,  # noqa: ARG001 - its callback acts
+    whole: _Whole = False,  # noqa: ARG001
 ) -> None:
     """Grade a homework, or a schedule against its pars.
 

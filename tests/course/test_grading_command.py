@@ -135,7 +135,8 @@ def test_a_folder_has_a_line_for_each_a_summary_and_a_table(pipelab_command, fol
         (folder / "all" / f"{name}.py").write_text(text)
     code, out, err = pipelab_command("grade", "all", "--save", "all.csv", "--json", "all.json")
     assert code == 1
-    assert "graded: 2 of 3" in err
+    assert err.count("graded: ") == 1
+    assert "graded: 1 of 3, about" in err
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert lines["ada.py"].endswith("passed")
     assert "last backward" in lines["bob.py"]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,6 @@ SHOWN = {
     "utilisation": (0.9,),
     "memory_mb": 50,
     "delay_ms": 0,
-    "data_parallel_devices": None,
     "data_parallel": False,
     "batch": 64,
     "others": 0.0,
@@ -98,10 +98,9 @@ def computed(monkeypatch):
             "times_ms": [step_ms - 1, step_ms, step_ms + 3],
             "alone_ms": [step_ms / 2] if job.processes > 1 else [],
             "loss": 1.0,
-            "devices": 0 if job.data_parallel else None,
             "rank_ms": [step_ms for _ in each],
-            "utilisation": [0.5 for _ in each],
-            "memory_mb": [1 + rank for rank in each],
+            "utilisation": [0.5 for _ in each] + [0.25] * (job.devices - 1),
+            "memory_mb": [1 + rank for rank in each] + [0.5] * (job.devices - 1),
             "others": 0.0,
         }
 
@@ -117,13 +116,32 @@ def test_a_row_is_compared_with_one_process_of_the_same_delay(computed):
     assert [(each["communication"], each["memory_mb"]) for each in rows] == [(None, 1), (0.5, 2)] * 2
 
 
-def test_data_parallel_without_a_gpu_has_no_speed_up(computed):
+def test_data_parallel_without_gpus_is_emulated_and_said_to_be(computed):
     rows = list(hw1.measurements(hw1.runs(["16x2"], [1, 2])))
-    assert [(each["run"], each["speed_up"]) for each in rows] == [
+    assert [(each["run"], each["devices"]) for each in rows] == [
         ("16x2, DDP", 1),
-        ("16x2, DDP", 2),
-        ("16x2, DataParallel", None),
+        ("16x2, DDP", 1),
+        ("16x2, DataParallel", 2),
     ]
+    note = hw1.table(rows).notes[-1]
+    assert "emulated" in note
+    assert "Device 0 works 50.0 % of the step and holds 1 MB, the others 25.0 % and 0 MB" in note
+
+
+def test_emulated_data_parallel_trains_as_one_model_and_device_0_has_more_to_do():
+    job = ddp.Job(1, 16, 2, batch=8, steps=9, data_parallel=True, devices=4)
+    torch.manual_seed(0)
+    split = ddp._train(job, 0)
+    torch.manual_seed(0)
+    whole = ddp._train(replace(job, devices=1), 0)
+    assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    first, *others = split["memory_mb"]
+    parameters, rows = 2 * (16 * 16 + 16), 8 * 16
+    assert others == [pytest.approx(4e-6 * (2 * parameters + 3 * rows / 4))] * 3  # its rows, and what two ReLUs keep
+    assert first == pytest.approx(
+        4e-6 * (3 * parameters + 2 * rows / 4 + 4 * rows)
+    )  # momentum; x, y, outputs, gradient
+    assert split["utilisation"][0] > max(split["utilisation"][1:])
 
 
 @pytest.mark.parametrize(("stdev", "believed"), [(1.0, True), (39.0, True), (41.0, False)])

@@ -166,7 +166,8 @@ def _start(name: str, folder: Path, own: str = "") -> None:
         files.write(path, text.replace("rows=32", f"rows={numbers.microbatches * numbers.rows}"))
     graded = f"pipelab grade {path}{f' --variant {quote(own)}' if own else ''}"
     run = f"torchrun --nproc-per-node 2 {path}" if name == "hw1" else f"python {path}"
-    echo(f"wrote {path}\n\n  {run}         runs it\n  {graded}  grades what it runs")
+    width = max(len(run), len(graded))
+    echo(f"wrote {path}\n\n  {run:{width}}  runs it\n  {graded:{width}}  grades what it runs")
 
 
 @lab.command()

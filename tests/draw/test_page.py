@@ -14,7 +14,7 @@ from browsing import complaints_of, wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
-from pipelab.draw import page
+from pipelab.draw import colours, page
 from pipelab.draw.bars import Lanes
 from pipelab.trace.waits import waits
 
@@ -669,6 +669,109 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
     assert ">OFFLOAD offload<" in saved(tab, "svg", tmp_path).read_text()
 
 
+def test_rows_and_type_grow_with_the_window_and_presented_they_fill_it(tab):
+    size = "parseFloat(getComputedStyle(document.querySelector('svg .label')).fontSize)"
+    assert tab.evaluate(f"[timelines[0].lane, {size}]") == pytest.approx([35, 12.2], abs=0.1)
+    tab.set_viewport_size({"width": 1920, "height": 1080})
+    wait_until(tab, "timelines[0].svg.getBoundingClientRect().height > 270")  # a quarter of the window
+    assert tab.evaluate(size) == 18
+    tab.keyboard.press("b")
+    wait_until(tab, "timelines[0].svg.getBoundingClientRect().height > 600")
+    assert tab.evaluate(size) > 25
+    seen = "[...document.querySelectorAll('body *')].filter(each => each.checkVisibility() && each.tabIndex >= 0)"
+    assert tab.evaluate(f"{seen}.every(each => each.closest('.legend, .timeline, .skip'))")
+    assert tab.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    tab.keyboard.press("Escape")
+    wait_until(tab, "timelines[0].svg.getBoundingClientRect().height < 310")
+    assert tab.locator("#play").is_visible()
+
+
+def test_nothing_lies_over_a_short_timeline_or_over_the_play_bar(tab):
+    box = "(name => document.querySelector(name).getBoundingClientRect())"
+    tab.set_viewport_size({"width": 1300, "height": 330})
+    assert tab.evaluate(f"{box}('.foot').top >= {box}('.scroller').bottom - 1")
+    tab.set_viewport_size({"width": 1280, "height": 720})
+    click(tab, "2B3")
+    assert tab.evaluate(f"{box}('#panel').bottom <= {box}('.player').top")
+    assert tab.evaluate(f"{box}('.player').bottom <= innerHeight + 1")
+    wait_until(tab, f"{box}('rect.chosen').bottom <= {box}('#panel').top")
+    tab.keyboard.press("Escape")
+    tab.set_viewport_size({"width": 390, "height": 844})
+    for name in ("0F0", "3B7"):
+        tab.evaluate(f"select(timelines[0], {{ place: timelines[0].model.named('{name}')[0] }})")
+        wait_until(tab, f"!timelines[0].dirty && {box}('rect.chosen').bottom <= {box}('#panel').top")
+
+
+def test_the_play_bar_ends_where_the_step_ends(tab):
+    assert tab.evaluate("[moment.value, moment.max].map(Number)") == [30, 30]
+    style = "getComputedStyle(moment)"
+    assert tab.evaluate(f"[{style}.paddingRight, {style}.borderRightWidth]") == ["0px", "0px"]
+
+
+def test_a_search_marks_what_it_counts_in_every_timeline(opened, trace):
+    tab = opened(page.comparison_page(pipelab.compare(pipelab.simulate(pipelab.GPipe(4, 8)), trace)))
+    tab.fill("#find", "idle > 5")
+    wait_until(tab, "document.querySelectorAll('.idle.found').length === 5")
+    assert tab.locator("#hits").inner_text() == "5 found"
+    tab.fill("#find", "2B3")
+    wait_until(tab, "document.querySelectorAll('.bar.found').length === 2")
+    found = tab.locator(".bar.found")
+    assert [found.nth(at).get_attribute("data-action") for at in range(2)] == ["2B3", "2B3"]
+    for at in (1, 2):
+        tab.press("#find", "Enter")
+        assert tab.locator("#hits").inner_text() == f"{at} of 2"
+        assert tab.evaluate("timelines.indexOf(state.timeline)") == at - 1
+
+
+def test_parts_of_the_ledger_have_their_word_however_small_they_are(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(4, 200))))
+    for width in (1280, 390):
+        tab.set_viewport_size({"width": width, "height": 800})
+        cut = "[...document.querySelectorAll('.parts button')].filter(each => each.firstChild.offsetWidth"
+        assert tab.evaluate(f"{cut} > each.clientWidth).length") == 0
+
+
+def test_a_saved_picture_has_the_whole_legend_and_no_bar_outside_its_axes(tab, tmp_path):
+    tab.evaluate("timelines[0].show(10, 16)")
+    wait_until(tab, "!timelines[0].dirty && timelines[0].zoom > 5")
+    picture = ElementTree.fromstring(saved(tab, "svg", tmp_path).read_text())  # noqa: S314 - our own
+    words = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"F forward", "B backward", "waits", "not begun, or done", "up to 4 activations"} <= set(words)
+    rects = [each for each in picture.iter("{http://www.w3.org/2000/svg}rect") if each.get("class")]
+    assert len(rects) > 10
+    width = float(picture.get("width")) - 72  # names, and air
+    for each in rects:
+        left, wide = float(each.get("x")), float(each.get("width"))
+        assert 0 <= left <= left + wide <= width + 0.01, each.attrib
+
+
+def test_on_paper_bars_end_at_their_line_and_do_not_cover_the_names_of_ranks(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(4, 64))))
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.locator(".print svg").count() > 2
+    lefts = tab.evaluate("[...document.querySelectorAll('.print rect')].map(each => Number(each.getAttribute('x')))")
+    assert min(lefts) >= -0.5
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+
+
+def test_an_overview_names_what_it_draws(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.OneFOneB(16, 512))))
+    assert tab.locator(".legend :is(button, span)").all_inner_texts() == [
+        "F forward",
+        "B backward",
+        "idle",
+        "up to 16 activations",
+    ]
+    tab.evaluate("timelines[0].show(0, 60)")
+    wait_until(tab, "document.querySelector('.legend').innerText.includes('waits')")
+
+
+def test_a_forward_in_the_dark_has_an_edge_that_is_seen():
+    css = page._file("page.css").partition('data-theme="dark"]')[2]
+    paper, edge = (re.search(rf"--{name}: (#\w+)", css)[1] for name in ("paper", "edge"))
+    assert (colours.luminance(edge) + 0.05) / (colours.luminance(paper) + 0.05) >= 3
+
+
 @pytest.mark.parametrize("name", [path.name for path in Path(page.__file__).parent.glob("*.js")])
 def test_a_page_has_every_text_of_its_scripts_as_it_was_written(name):
     written = page._file(name)
@@ -754,7 +857,7 @@ def test_ten_tasks_with_the_keyboard_alone(tab):
     press("/")  # 9: find
     tab.keyboard.type("mb 3")
     press("Enter", "Shift+Enter")
-    assert tab.locator("#hits").inner_text() == "8 found"
+    assert tab.locator("#hits").inner_text() == "8 of 8"
     press("Escape")
     tab_to("play")  # 10: step through
     press(".", ".")

@@ -22,7 +22,14 @@ function css(name) {
   return palette.get(name);
 }
 
-// How wide a text of 12 pixels is.
+// How many times larger than 12 pixels type is, and rows with it: they grow with the window.
+let grow = 1;
+function sized(size = innerWidth / (document.body.classList.contains("present") ? 900 : 1280)) {
+  grow = Math.min(Math.max(size, 1), 2.5);
+  document.documentElement.style.setProperty("--grow", grow);
+}
+
+// How wide a text is.
 const letters = new Map(),
   measure = tag("canvas").getContext("2d");
 function wide(text) {
@@ -32,7 +39,7 @@ function wide(text) {
     if (!letters.has(letter)) letters.set(letter, measure.measureText(letter).width);
     sum += letters.get(letter);
   }
-  return sum;
+  return sum * grow;
 }
 
 // Where a text stands in the visible part of a box: across, upright, or nowhere.
@@ -41,8 +48,8 @@ function place(box, text, right) {
     visible = Math.min(box.x + box.width, right) - begin;
   const spot = { x: begin + visible / 2, y: box.y + box.height / 2 },
     long = wide(text) + 3;
-  if (long <= visible && box.height >= 12) return spot;
-  return long <= box.height + 2 && visible >= 13 ? { ...spot, upright: true } : null;
+  if (long <= visible && box.height >= 12 * grow) return spot;
+  return long <= box.height + 2 && visible >= 13 * grow ? { ...spot, upright: true } : null;
 }
 
 function svgPainter(group) {
@@ -259,7 +266,7 @@ class Pixels {
     Object.assign(context, {
       textAlign: "center",
       textBaseline: "middle",
-      font: "12px system-ui, sans-serif",
+      font: `${12 * grow}px system-ui, sans-serif`,
       globalAlpha: 1,
     });
     for (const paint of this.later) paint(context);

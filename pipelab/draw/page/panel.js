@@ -326,6 +326,7 @@ function legend() {
     const made = tag("button", text);
     made.type = "button";
     made.style.setProperty("--swatch", `var(${colour})`);
+    made.dataset.paint = colour;
     made.setAttribute("aria-pressed", String(!look.hidden.has(name)));
     made.title = "show or dim";
     made.addEventListener("click", () => {
@@ -339,16 +340,18 @@ function legend() {
     entry(letter, text, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
   );
   const there = new Set(models.flatMap(({ idle }) => idle.flatMap(({ reason }) => [GAPS[reason].ground, reason])));
+  const overview = timelines.every((each) => each.crowded || each.rows[0].band);
   const idle = [
     ["wait", data.wait, "wait"],
     ["transfer", "transfer", "wait", 180],
-    ["idle", "not begun, or done", "idle", 135],
+    ["idle", overview ? "idle" : "not begun, or done", "idle", overview ? 0 : 135],
   ]
-    .filter(([name]) => there.has(name))
-    .map(([, text, ground, angle]) => {
+    .filter(([name]) => (overview ? name === "idle" : there.has(name)))
+    .map(([name, text, ground, angle]) => {
       const made = tag("span", text);
       const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
-      made.style.cssText = `--swatch:${angle ? hatch : "var(--wait)"};--swatch-edge:var(--${ground}-edge)`;
+      made.style.cssText = `--swatch:${angle ? hatch : `var(--${ground})`};--swatch-edge:var(--${ground}-edge)`;
+      made.dataset.paint = name;
       return made;
     });
   if (look.memory) {
@@ -356,6 +359,7 @@ function legend() {
       made = tag("span", `memory: up to ${counted(most, "activation")}`);
     if (data.cap) made.append(`; red line: the cap, ${data.cap}`);
     made.style.setProperty("--swatch", "var(--memory)");
+    made.dataset.paint = "--memory";
     idle.push(made);
   }
   const notes = {
@@ -368,7 +372,7 @@ function legend() {
     ? "share of time, where bars are thinner than two pixels"
     : "";
   const colours = document.getElementById("colour");
-  colours.disabled = timelines.every((each) => each.crowded || each.rows[0].band);
+  colours.disabled = overview;
   colours.title = colours.disabled ? "bars are thinner than two pixels: zoom in" : "";
   keepFocus(place, () =>
     place.replaceChildren(
@@ -382,28 +386,25 @@ function legend() {
 
 // Search: an action, F3, mb 3, rank 2, stage 1, wait > 3; idle > 3 finds those that fill or drain too.
 function search(text) {
-  look.found = new Set();
-  const query = text.trim(),
-    { model } = state.timeline ?? timelines[0],
-    gaps = [];
+  const query = text.trim();
   const word = /^(mb|micro-batch|rank|stage)\s*(\d+)$/i.exec(query),
     idle = /^(wait|idle)\s*>\s*([\d.]+)$/i.exec(query),
     kind = new RegExp(`^([${KINDS}])(\\d+)$`, "i").exec(query);
-  const lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
   const meant = ({ start, end, reason }) => end - start > idle[2] && (/^i/i.test(query) || GAPS[reason].waits);
-  if (idle) gaps.push(...model.idle.filter(meant));
-  else if (word)
-    lists[word[1].toLowerCase()].forEach((value, at) => {
-      if (value === Number(word[2])) look.found.add(at);
-    });
-  else if (kind)
-    model.microbatch.forEach((value, at) => {
-      if (value === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase()) look.found.add(at);
-    });
-  else if (model.named(query).length) look.found.add(model.named(query)[0]);
-  look.hits = gaps.length
-    ? gaps.map((each) => ({ idle: each }))
-    : [...look.found].sort((a, b) => model.start[a] - model.start[b]).map((at) => ({ place: at }));
+  look.hits = timelines.flatMap((timeline) => {
+    const { model } = timeline,
+      lists = { mb: model.microbatch, "micro-batch": model.microbatch, rank: model.rank, stage: model.stage };
+    const like = word
+      ? (at) => lists[word[1].toLowerCase()][at] === Number(word[2])
+      : (at) => model.microbatch[at] === Number(kind[2]) && KINDS[model.kind[at]] === kind[1].toUpperCase();
+    const found = idle
+      ? model.idle.filter(meant)
+      : word || kind
+        ? [...model.start.keys()].filter(like).sort((a, b) => model.start[a] - model.start[b])
+        : model.named(query).slice(0, 1);
+    model.found = new Set(found);
+    return found.map((each) => ({ timeline, chosen: idle ? { idle: each } : { place: each } }));
+  });
   look.hit = -1;
   document.getElementById("hits").textContent = query ? `${look.hits.length} found` : "";
   redraw();
@@ -412,7 +413,8 @@ function search(text) {
 function nextHit(step) {
   if (!look.hits?.length) return;
   look.hit = (look.hit + step + look.hits.length) % look.hits.length;
-  select(state.timeline ?? timelines[0], look.hits[look.hit], true);
+  select(look.hits[look.hit].timeline, look.hits[look.hit].chosen, true);
+  document.getElementById("hits").textContent = `${look.hit + 1} of ${look.hits.length}`;
 }
 
 // The player: time passes, and one sentence says what begins.
@@ -596,17 +598,27 @@ function key(event) {
       holder.open = !holder.open;
     },
     o: () => nextView(),
+    b: () => present(),
     l: () => hooks.copy?.(),
     Enter: () => timeline.hovered && select(timeline, timeline.hovered),
     Escape: () => {
       search((find.value = ""));
-      deselect();
+      if (!present(false)) deselect();
     },
   };
   const act = keys[event.key];
   if (!act) return;
   event.preventDefault();
   act();
+}
+
+// Nothing but the picture and its caption, as large as the window; what it was before.
+function present(on) {
+  const before = document.body.classList.contains("present");
+  document.body.classList.toggle("present", on);
+  sized();
+  redraw();
+  return before;
 }
 
 const find = document.getElementById("find");
@@ -654,6 +666,12 @@ addEventListener("message", (event) => {
   if (["light", "dark"].includes(event.data?.pipelabTheme)) theme(event.data.pipelabTheme);
 });
 
+document.getElementById("present").addEventListener("click", () => present(true));
+addEventListener("resize", () => {
+  sized();
+  if (document.body.classList.contains("present")) redraw();
+});
+
 // Show data: the page's own, or others in their place.
 function show(raw) {
   const focused = timelines.some((each) => each.scroller.contains(document.activeElement));
@@ -680,6 +698,7 @@ function show(raw) {
   document.getElementById("timelines").replaceChildren();
   timelines.length = 0;
   models.forEach((model, at) => timelines.push(new Timeline(model, at, data.shared ? longest : model.span, hooks)));
+  sized();
   timelines.forEach((each) => each.draw());
   performance.mark("drawn");
   search(find.value);

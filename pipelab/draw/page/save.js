@@ -29,8 +29,20 @@ function printed(line, width) {
 }
 
 // A timeline that shows something else than what is on the screen.
-const still = (line, shown) =>
-  Object.create(line, Object.fromEntries(Object.entries(shown).map(([name, value]) => [name, { value }])));
+// Bars end at its edges.
+function still(line, shown) {
+  const box = (...given) => {
+    const { x, y, width, height } = line.box.call(view, ...given),
+      left = Math.min(Math.max(x, 0), shown.width);
+    return { x: left, y, width: Math.max(0, Math.min(x + width, shown.width) - left), height };
+  };
+  const view = Object.create(
+    line,
+    Object.fromEntries(Object.entries({ ...shown, box }).map(([name, value]) => [name, { value }])),
+  );
+  return view;
+}
+
 
 // Paint all that a timeline shows, with the names of its ranks and its axis; shares of time in so many columns.
 function lay(view, painter, columns) {
@@ -69,21 +81,24 @@ function views() {
   return timelines.map((line) => {
     const view = still(line, { width: line.width, left: line.left, crowded: line.crowded });
     top += TITLE;
-    const found = { view, top, width: line.width + HEADS + 10, height: line.height + BELOW };
+    const found = { view, top, width: line.width + HEADS + 10, height: line.height + BELOW + 18 };
     top += found.height;
     return found;
   });
 }
 
-// What the colours mean, beside the unit of time.
+// The legend, beside the unit of time.
 function named(painter, view) {
-  let x = 110;
-  const y = view.height + 37,
-    kinds = Object.entries(data.legend).map(([letter, text]) => [`--${letter}0`, text]);
-  for (const [colour, text] of look.colour === "kind" || view.crowded ? kinds : []) {
-    painter.rect({ x, y: y - 9, width: 14, height: 10 }, colour, 1, {});
-    painter.note(x + 20, y, text, { class: "axis-name" });
-    x += 46 + 6.5 * text.length;
+  let x = 110,
+    y = view.height + 28;
+  for (const { dataset, textContent: text } of document.querySelectorAll(".legend [data-paint]")) {
+    const box = { width: 16, height: 11 },
+      ground = { wait: { ground: "wait" }, idle: GAPS.fill ?? GAPS.drain, transfer: GAPS.transfer }[dataset.paint];
+    if (x + wide(text) + 22 > view.width) [x, y] = [110, y + 18];
+    if (ground) painter.gap({ x, y, ...box }, ground, {});
+    else painter.rect({ x, y, ...box }, dataset.paint, 1, {});
+    painter.note(x + 22, y + 10, text, { class: "axis-name" });
+    x += wide(text) + 40;
   }
 }
 
@@ -140,7 +155,10 @@ function asPng() {
 }
 
 async function save(kind) {
-  const address = URL.createObjectURL(await { svg: asSvg, png: asPng }[kind]()),
+  sized(1);
+  const made = { svg: asSvg, png: asPng }[kind]();
+  sized();
+  const address = URL.createObjectURL(await made),
     anchor = tag("a");
   anchor.href = address;
   anchor.download = `${document.title.replace(/[^\w.-]+/g, "_").slice(0, 60)}.${kind}`;
@@ -177,6 +195,10 @@ menu.addEventListener("keydown", (event) => {
 
 // On paper, all of it is drawn anew for the paper's width.
 addEventListener("beforeprint", () => {
+  sized(1);
   for (const timeline of timelines) timeline.scroller.parentElement.after(printed(timeline, 1000));
 });
-addEventListener("afterprint", () => document.querySelectorAll(".print").forEach((each) => each.remove()));
+addEventListener("afterprint", () => {
+  sized();
+  document.querySelectorAll(".print").forEach((each) => each.remove());
+});

@@ -13,7 +13,7 @@ function niceStep(least) {
 }
 
 // What all timelines of the page show alike.
-const look = { critical: false, memory: false, colour: "kind", now: null, hidden: new Set(), found: new Set() };
+const look = { critical: false, memory: false, colour: "kind", now: null, hidden: new Set() };
 const draws = { count: 0 }; // how often anything was drawn, for tests
 
 class Timeline {
@@ -26,8 +26,7 @@ class Timeline {
     this.chosen = null; // { place } or { idle }
     this.hovered = null;
     this.dirty = false;
-    const count = model.lanes.length;
-    this.lane = count <= 8 ? 34 : count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15;
+    model.found = new Set(); // places of actions, or idle times
     this.most = Math.max(1, data.cap, ...models.flatMap((each) => each.lanes.map((lane) => lane.peak))); // one scale
     this.build();
   }
@@ -144,6 +143,15 @@ class Timeline {
   get scale() {
     return (this.width * this.zoom) / this.span;
   } // pixels per unit of time
+  // Rows grow with the window; presented, they fill it.
+  get lane() {
+    const count = this.model.lanes.length,
+      usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow;
+    if (!document.body.classList.contains("present")) return Math.round(usual);
+    const rows = timelines.reduce((sum, each) => sum + each.rows.length, 0),
+      room = innerHeight - 70 * grow * (timelines.length + 1);
+    return Math.round(Math.max(15, room / rows - this.strip));
+  }
   get left() {
     return this.scroller.scrollLeft;
   }
@@ -333,8 +341,12 @@ class Timeline {
         const box = this.boxOf({ place }),
           line = (y, colour) => painter.rect({ ...box, y, height: 3, width: Math.max(1, box.width) }, colour, 1, {});
         if (look.critical && model.critical.has(place)) line(box.y, "--text");
-        if (look.found.has(place)) line(box.y + box.height - 3, "--need");
+        if (model.found.has(place)) line(box.y + box.height - 3, "--need");
       }
+    for (const idle of [...model.found].filter((each) => each.end && !this.shut(each.rank))) {
+      const box = this.boxOf({ idle });
+      painter.rect({ ...box, y: box.y + box.height - 3, height: 3 }, "--need", 1, {});
+    }
   }
 
   // Idle times, with their words where there is room for them. What is still to come is not shown.
@@ -345,7 +357,7 @@ class Timeline {
         if (look.now !== null && idle.start >= look.now) continue;
         const box = this.box(idle.start, idle.end, rank, 0),
           gap = GAPS[idle.reason],
-          marks = { class: "idle", "data-idle": `${rank}:${idle.start}` };
+          marks = { class: model.found.has(idle) ? "idle found" : "idle", "data-idle": `${rank}:${idle.start}` };
         if (look.critical) {
           painter.rect(box, "--idle", 1, marks);
           continue;
@@ -390,7 +402,7 @@ class Timeline {
     if (box.width < 4) marks.push("thin");
     if (look.critical && model.critical.has(place)) marks.push("critical");
     if (running) marks.push("running");
-    if (look.found.has(place)) marks.push("found");
+    if (model.found.has(place)) marks.push("found");
     painter.rect(box, this.colour(place), opacity, { class: marks.join(" "), "data-action": model.name(place) });
     const text = short && !model.collective(place) ? String(model.microbatch[place]) : model.label(place);
     if (box.width >= 8) painter.text(box, text, this.ink(place), opacity, { class: "label" }, right);
@@ -450,13 +462,14 @@ class Timeline {
       }
       at = Math.max(0, at - 1);
       let peak = null,
-        x = at < steps.length ? steps[at][0] * this.scale - this.left : 0,
+        x = at < steps.length ? Math.max(0, steps[at][0] * this.scale - this.left) : 0,
         held = 0;
       for (; at < steps.length && x <= this.width; at += 1) {
         if (steps[at + 1]?.[0] === steps[at][0]) continue; // of changes at once, the last counts
         held = Math.max(held, steps[at][1]);
         if (look.now !== null && steps[at][0] >= look.now) break; // still to come
-        const until = Math.min(steps[at + 1]?.[0] ?? this.span, look.now ?? this.span) * this.scale - this.left,
+        const end = Math.min(steps[at + 1]?.[0] ?? this.span, look.now ?? this.span) * this.scale - this.left,
+          until = Math.min(end, this.width),
           width = until - x;
         if (width < 1 && at + 1 < steps.length) continue;
         const part = (from, to, colour, marks) =>
@@ -624,7 +637,7 @@ class Timeline {
     this.redraw();
   }
 
-  // The whole trace in a thin band, with a frame around what is visible; the frame can be dragged.
+  // The whole trace in a thin band, which can be dragged.
   drawMap() {
     this.map.hidden = this.zoom <= 1;
     if (this.map.hidden) return;
@@ -632,25 +645,28 @@ class Timeline {
       height = 24,
       context = this.map.getContext("2d"),
       { whole } = this;
-    if (whole.shown !== palette || whole.found !== look.found || whole.width !== width) {
-      Object.assign(whole, { shown: palette, found: look.found, width });
+    if (whole.shown !== palette || whole.found !== model.found || whole.width !== width) {
+      Object.assign(whole, { shown: palette, found: model.found, width });
       whole.begin(width, height);
       whole.rect({ x: 0, y: 0, width, height }, "--idle", 1);
       this.busyShares(Math.round(width)).forEach(
         (share, column) =>
           share > 0 && whole.rect({ x: column, y: height * (1 - share), width: 1, height: height * share }, "--F0", 1),
       );
-      for (const place of look.found)
-        whole.rect({ x: (model.start[place] / this.span) * width, y: 0, width: 2, height }, "--text", 1);
+      for (const each of model.found)
+        whole.rect({ x: ((each.start ?? model.start[each]) / this.span) * width, y: 0, width: 2, height }, "--text", 1);
       whole.end();
       Object.assign(this.map, { width: whole.wide, height: whole.high });
     }
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.drawImage(whole.canvas, 0, 0);
     context.scale(whole.ratio, whole.ratio);
-    context.strokeStyle = css("--text");
-    context.lineWidth = 2;
-    context.strokeRect(this.left / this.zoom + 1, 1, Math.max(width / this.zoom - 2, 3), height - 2);
+    // What is not visible is faint, and nothing lies over the edges of what is.
+    const from = this.left / this.zoom,
+      until = from + Math.max(width / this.zoom, 3);
+    Object.assign(context, { fillStyle: css("--paper"), globalAlpha: 0.7 });
+    context.fillRect(0, 0, from, height);
+    context.fillRect(until, 0, width - until, height);
   }
 
   // For each column of the map, the share of all ranks' time that is work.

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
-RANKS, MICROBATCHES = 4, 8
+RANKS, MICROBATCHES, SHOWN = 4, 8, 33
+"""The sizes of all schedules, and how many units of time a card shows: as many as 1F1B takes."""
 KINDS = {**pipelab.schedules, **moving}
 TOOLTIPS = ("bubble", "critical path", "latency", "makespan", "own span", "peak activations", "rendezvous", "straggler")
 """Words of the glossary that answer the pointer on every page. Rank, stage and micro-batch are in every line."""
@@ -92,16 +93,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def share(files: Files, config: MkDocsConfig) -> None:
-    """Move the looks and the script, nine tenths of every live picture, to two files that a browser loads once."""
-    looks, script = (re.search(rf"<{tag}>\n(.*?)</{tag}>", frame(), re.DOTALL) for tag in ("style", "script"))
-    for file in list(files):
-        if file.generated_by and file.src_uri.endswith(".html") and script[0] in (whole := file.content_string):
-            up = "../" * file.src_uri.count("/")
-            lean = whole.replace(looks[0], f'<link rel="stylesheet" href="{up}tracer.css">')
-            lean = lean.replace(script[0], f'<script src="{up}tracer.js"></script>')
-            file.content_string = lean.replace("-src 'unsafe-inline'", "-src 'self' 'unsafe-inline'")
-    for name, content in {"tracer.css": looks[1], "tracer.js": script[1]}.items():
-        files.append(File.generated(config, name, content=content))
+    """Move the looks and the script, nine tenths of every live picture, to files that a browser loads once."""
+    several, alone = frame(), page(simulated("1f1b"))
+    for name, whole in {"tracer": several, "alone": alone}.items():
+        looks, script = (re.search(rf"<{tag}>\n(.*?)</{tag}>", whole, re.DOTALL) for tag in ("style", "script"))
+        for file in list(files):
+            if file.generated_by and file.src_uri.endswith(".html") and script[0] in (whole := file.content_string):
+                up = "../" * file.src_uri.count("/")
+                lean = whole.replace(looks[0], f'<link rel="stylesheet" href="{up}{name}.css">')
+                lean = lean.replace(script[0], f'<script src="{up}{name}.js"></script>')
+                file.content_string = lean.replace("-src 'unsafe-inline'", "-src 'self' 'unsafe-inline'")
+        for suffix, found in {"css": looks, "js": script}.items():
+            files.append(File.generated(config, f"{name}.{suffix}", content=found[1]))
 
 
 def card_of_links(trace: Trace) -> bytes:
@@ -181,6 +184,7 @@ def card(name: str, trace: Trace, *, edit: bool) -> str:
     lines = [
         f"- [![timeline of {trace.name}]({name}.svg){{ .thumbnail loading=lazy }}]({name}.md)",
         f"**[{trace.name}]({name}.md)**<br>{kind.__doc__.partition(chr(10))[0]}",
+        f"**{trace.makespan:g}** units{f' ({SHOWN} are shown)' if trace.makespan > SHOWN else ''}, "
         f"bubble **{100 * trace.bubble:.1f} %**, holds {most(trace, '**')}",
         f"{paper(kind.source)}<br>{' · '.join(links)}",
     ]
@@ -224,10 +228,10 @@ def linked(source: str) -> str:
 
 def thumbnail(trace: Trace) -> str:
     """Return a timeline as a small SVG without words, for light and dark pages."""
-    wide, lane = 320, 20
+    wide, lane = 320, 20  # all cards have one axis, so that a shorter step looks shorter
     name = html.escape(f"timeline of {trace.name}")
     size = f'viewBox="0 0 {wide} {lane * trace.ranks}" preserveAspectRatio="none"'
-    parts = shapes(trace, wide / trace.makespan, lane, words=False)
+    parts = shapes(trace, wide / SHOWN, lane, words=False)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">{parts}</svg>'
 
 

@@ -191,7 +191,10 @@ def strip(action: Action) -> str:
 
 
 def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
-    """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has."""
+    """Return the idle times and bars of a timeline as SVG, a path for each colour: a tenth of what a figure has.
+
+    Without words, idle times have no ground: they show the page's.
+    """
     lanes, paths, texts = Lanes(trace), defaultdict[str, str](str), defaultdict[str, str](str)
     for rank in range(trace.ranks):
         boxes: list[Bar | Gap] = [*lanes.bars(rank), *lanes.gaps(rank)]
@@ -201,14 +204,17 @@ def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
             if isinstance(each, Gap):
                 (fill, _, border, ink), said = colours.ground(each.idle.reason), each.words
             else:
-                fill, border, ink, said = each.colour, "none", colours.ink(each.colour), (each.label,)
+                fill, ink, said = each.colour, colours.ink(each.colour), (each.label,)
                 high /= 1 if each.half == "whole" else 2
                 top += high if each.half == "lower" else 0
-            box = f"M{left:.4g} {top:g}h{width:.4g}v{high:g}h-{width:.4g}z"
-            paths[f'fill="{fill}" stroke="{border}"'] += box
+            if isinstance(each, Gap):
+                look = f'fill="{fill if words else "none"}" stroke="{border}" vector-effect="non-scaling-stroke"'
+                paths[look] += f"M{left:.4g} {top:g}h{width:.4g}v{high:g}h-{width:.4g}z"
+            else:  # a bar is a line as thick as it is high: half as many letters
+                paths[f'stroke="{fill}" stroke-width="{high:g}"'] += f"M{left:.4g} {top + high / 2:g}h{width:.4g}"
             if words and (word := next((word for word in said if 7 * len(word) < width and high > 11), "")):
                 texts[ink] += f'<text x="{left + width / 2:.4g}" y="{top + high / 2 + 4:g}">{word}</text>'
     return "".join(
-        [f'<path {look} vector-effect="non-scaling-stroke" d="{path}"/>' for look, path in paths.items()]
+        [f'<path {look} d="{path}"/>' for look, path in paths.items()]
         + [f'<g text-anchor="middle" fill="{ink}">{text}</g>' for ink, text in texts.items()]
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipelab.trace.trace import Trace
 
 _MOST_ACTIONS = 4_000
-"""A notebook keeps its outputs in its file: larger traces are a still picture there."""
+"""A notebook keeps its outputs in its file: of larger ones, viewers without scripts see no still picture."""
 _MOST_CELLS = 200
 """How many actions of a rank the rows of a plan show."""
 
@@ -118,26 +118,25 @@ def trace_html(trace: Trace) -> str:
     """Return what a notebook shows of a trace."""
     alt = f"{wording.headline(trace)}: {wording.caption(trace)}"
     actions = sum(map(len, trace.starts))
-    if actions > _MOST_ACTIONS:
-        still = _image(lambda: figure.svg(trace), alt, lambda: text.timeline(trace, text.PLAIN_WIDTH, colour=False))
-        return f"{still}{_how_to_save('trace', actions)}"
-    size = f'viewBox="0 0 1000 {30 * trace.ranks}" role="img" aria-label="{html.escape(clean(alt))}"'
-    parts = shapes(trace, 1000 / (trace.makespan or 1), 30)
-    still = f'<svg {size} style="max-width: 100%; font: 12px sans-serif">{parts}</svg>'
+    still = _how_to_save("trace", actions)
+    if actions <= _MOST_ACTIONS:
+        size = f'viewBox="0 0 1000 {30 * trace.ranks}" role="img" aria-label="{html.escape(clean(alt))}"'
+        parts = shapes(trace, 1000 / (trace.makespan or 1), 30)
+        still = f'<svg {size} style="max-width: 100%; font: 12px sans-serif">{parts}</svg>'
     return framed(page.page(trace, notebook=True), alt, still, 330 + 40 * min(trace.ranks, 16))
 
 
 def comparison_html(comparison: Comparison) -> str:
     """Return what a notebook shows of a comparison."""
     alt = f"timelines of {', '.join(map(wording.called, comparison.names))}"
-    still = _image(
-        lambda: figure.comparison_svg(comparison),
-        alt,
-        lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
-    )
     actions = sum(len(starts) for trace in comparison.traces for starts in trace.starts)
-    if actions > _MOST_ACTIONS:
-        return f"{still}{_how_to_save('comparison', actions)}"
+    still = _how_to_save("comparison", actions)
+    if actions <= _MOST_ACTIONS:
+        still = _image(
+            lambda: figure.comparison_svg(comparison),
+            alt,
+            lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
+        )
     lanes = sum(min(trace.ranks, 16) for trace in comparison.traces)
     source = page.comparison_page(comparison, notebook=True)
     return framed(source, alt, still, 330 + 90 * len(comparison.traces) + 40 * lanes)

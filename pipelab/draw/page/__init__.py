@@ -129,7 +129,7 @@ _ORDER = """
 def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bool = False) -> str:
     """Fill the frame with `content`; `plain` is what a reader without scripts gets, for whom a notebook has its own."""
     scripts = list(_SCRIPTS[:-2] if notebook else _SCRIPTS)
-    if notebook and not shown["table"]:
+    if shown["data"] and not shown["table"]:
         scripts[scripts.index("compare")] = "alone"
     sheets = [*(f"{name}.css" for name in scripts if name in ("compare", "save")), "page.css"]
     if shown["subtitle"]:

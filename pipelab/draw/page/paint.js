@@ -24,7 +24,7 @@ function css(name) {
 
 // How many times larger than 12 pixels type is, and rows with it: they grow with the window.
 let grow = 1;
-function sized(size = innerWidth / (document.body.classList.contains("present") ? 900 : 1280)) {
+function sized(size = innerWidth / (look.fill ? 900 : 1280)) {
   grow = Math.min(Math.max(size, 1), 2.5);
   document.documentElement.style.setProperty("--grow", grow);
 }

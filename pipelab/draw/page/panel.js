@@ -598,27 +598,18 @@ function key(event) {
       holder.open = !holder.open;
     },
     o: () => nextView(),
-    b: () => present(),
+    b: () => hooks.present?.(true),
     l: () => hooks.copy?.(),
     Enter: () => timeline.hovered && select(timeline, timeline.hovered),
     Escape: () => {
       search((find.value = ""));
-      if (!present(false)) deselect();
+      if (!hooks.present?.(false)) deselect();
     },
   };
   const act = keys[event.key];
   if (!act) return;
   event.preventDefault();
   act();
-}
-
-// Nothing but the picture and its caption, as large as the window; what it was before.
-function present(on) {
-  const before = document.body.classList.contains("present");
-  document.body.classList.toggle("present", on);
-  sized();
-  redraw();
-  return before;
 }
 
 const find = document.getElementById("find");
@@ -666,11 +657,7 @@ addEventListener("message", (event) => {
   if (["light", "dark"].includes(event.data?.pipelabTheme)) theme(event.data.pipelabTheme);
 });
 
-document.getElementById("present").addEventListener("click", () => present(true));
-addEventListener("resize", () => {
-  sized();
-  if (document.body.classList.contains("present")) redraw();
-});
+addEventListener("resize", () => sized());
 
 // Show data: the page's own, or others in their place.
 function show(raw) {

@@ -193,6 +193,28 @@ menu.addEventListener("keydown", (event) => {
   closeMenu();
 });
 
+// Nothing but the picture and its caption, as large as the window. The answer is what it was before.
+hooks.present = (on) => {
+  const before = Boolean(look.fill);
+  document.body.classList.toggle("present", on);
+  look.fill = on && fill;
+  sized();
+  redraw();
+  return before;
+};
+
+function fill({ strip }) {
+  const rows = timelines.reduce((sum, each) => sum + each.rows.length, 0),
+    room = innerHeight - 70 * grow * (timelines.length + 1);
+  return Math.max(15, room / rows - strip);
+}
+
+const presenting = Object.assign(tag("button", "present"), { type: "button", onclick: () => hooks.present(true) });
+presenting.id = "present";
+presenting.title = "nothing but the picture (b)";
+document.getElementById("theme").before(presenting);
+addEventListener("resize", () => look.fill && redraw());
+
 // On paper, all of it is drawn anew for the paper's width.
 addEventListener("beforeprint", () => {
   sized(1);

@@ -143,14 +143,11 @@ class Timeline {
   get scale() {
     return (this.width * this.zoom) / this.span;
   } // pixels per unit of time
-  // Rows grow with the window; presented, they fill it.
+  // Rows grow with the window.
   get lane() {
     const count = this.model.lanes.length,
       usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow;
-    if (!document.body.classList.contains("present")) return Math.round(usual);
-    const rows = timelines.reduce((sum, each) => sum + each.rows.length, 0),
-      room = innerHeight - 70 * grow * (timelines.length + 1);
-    return Math.round(Math.max(15, room / rows - this.strip));
+    return Math.round(look.fill ? look.fill(this) : usual);
   }
   get left() {
     return this.scroller.scrollLeft;

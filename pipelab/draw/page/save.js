@@ -205,7 +205,7 @@ hooks.present = (on) => {
 
 function fill({ strip }) {
   const rows = timelines.reduce((sum, each) => sum + each.rows.length, 0),
-    room = innerHeight - 70 * grow * (timelines.length + 1);
+    room = innerHeight - 95 * grow * (timelines.length + 1);
   return Math.max(15, room / rows - strip);
 }
 

@@ -34,12 +34,12 @@ measured
 # With 1 and 2 units, [Your first schedule](first_schedule.md) simulated this order: 33 units. Here a unit is 10 ms, so
 # it should take 330 ms.
 #
-# ## Predict: which rank is slow?
+# ## Predict: does the slow rank wait?
 #
-# Look at the picture, not at the code. Which rank slows the others down?
+# Its bars are longer, and the line above the picture names it. Does it wait more than the others, or less?
 
 # %%
-my_prediction = None  # a rank: 0, 1, 2 or 3
+my_prediction = None  # more or less
 
 # %% tags=["answer"]
 print(f"predicted {my_prediction}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
-from pipelab.trace.waits import values_between
+from pipelab.schedule import Schedule
+from pipelab.trace.waits import pressed_times, values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,29 +103,44 @@ def span(trace: Trace, length: float | None = None) -> str:
     return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
 
+_QUICK = 100_000
+"""Of how many actions a caption says which rank limits the step: a picture waits for it."""
+
+
 def caption(trace: Trace) -> str:
     """Return what every picture of a trace says: its time, its bubble, which rank limits it, and its memory.
 
     The ranks' own spans follow if all are shorter than the makespan, and what ranks were idle behind other transfers.
     """
-    peaks, on_path = trace.peak_activations, [0.0] * trace.ranks
-    for event in trace.critical_path:
-        on_path[event.rank] += event.duration
-    most, rank = max(peaks), on_path.index(max(on_path))
+    peaks = trace.peak_activations
+    most = max(peaks)
     idle = f"The ranks idle {percent(trace.bubble)} of it (the bubble)"
     if any(TRAITS[kind].again for kind in trace.plan.bound.kinds):
         again = sum(event.duration for event in trace.events if event.action.traits.again)
         idle += f" and recompute {percent(again / (trace.ranks * trace.makespan or 1))}"
-    # A rank limits the step if most of the critical path is its.
-    limits = f"rank {rank} limits it" if on_path[rank] > 0.6 * trace.makespan else "no rank alone limits it"
+    if trace.ranks > 1 and sum(map(len, trace.ends)) <= _QUICK:
+        # A rank limits the step if it works most of the time on what may not end later, and longer than any other.
+        pressed = pressed_times(trace)
+        *_, second, first = sorted(pressed)
+        alone = first > 0.6 * trace.makespan and second < 0.95 * first
+        idle += f"; rank {pressed.index(first)} limits it" if alone else "; no rank alone limits it"
     who, each = (
         (f"Rank {peaks.index(most)}", f" (by rank: {elided(peaks)})") if min(peaks) < most else ("Every rank", "")
     )
-    told = [f"A step takes {span(trace)}", f"{idle}; {limits}"]
-    told += [f"{who} holds up to {counted(most, 'activation')}{each}"]
+    told = [f"A step takes {span(trace)}", idle]
+    told += [f"{who} holds up to {counted(most, 'activation')}{each}"] if most else []
     told += [f"Own spans: {elided(map(number, trace.spans))}"] if _slanted(trace) else []
     told += [f"Idle behind other transfers: {elided(map(number, trace.queued))}"] if any(trace.queued) else []
     return f"{'. '.join(told)}."
+
+
+def idea(trace: Trace) -> str:
+    """Return in a sentence what the schedule of a trace does, the first of its docstring; "" if there is none."""
+    name, kinds = (trace.plan.name or "").partition("(")[0], [Schedule]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    told = next((kind.__doc__ or "" for kind in kinds[1:] if kind.__name__ == name), "")
+    return " ".join(told.partition("\n\n")[0].replace("`", "").split())
 
 
 WAIT, ARROW = "wait (r2: for rank 2)", ", arrow: the longest"
@@ -144,11 +160,11 @@ def _example(trace: Trace, brief: bool) -> str:
     """Return what a forward's box means, with its numbers."""
     plan, stage_of = trace.plan, trace.plan.bound.codes.stage
     m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
-    if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
-        more = "" if brief else ", every second stage of a rank paler"
-        return f"{s}F{m} = stage {s}, forward, micro-batch {m}{more}"
     sequences = sum(not [*plan.after(each, s)] for each in range(plan.microbatches)) if plan.after else 0
     part = f": a slice, 1/{plan.microbatches // sequences} of a sequence" if sequences else ""
+    if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
+        more = "" if brief else ", every second stage of a rank paler"
+        return f"{s}F{m} = stage {s}, forward, micro-batch {m}{part}{more}"
     return f"F{m} = forward of micro-batch {m}{part}"
 
 

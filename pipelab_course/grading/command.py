@@ -234,22 +234,22 @@ def _named(targets: Sequence[str], schedule: bool = False) -> tuple[str, str | N
         return (named or ["hw4"])[0], target
     files = [path] if path.is_file() else [*path.glob("*.py"), *path.glob("*/*.py")]
     found = {name for each in files for name in _defined(each)}
-    if len(found) != 1 and path.suffix == ".py":
+    if len(found) > 1 or (not found and path.suffix == ".py"):
         what = " and ".join(f"{HOMEWORKS[name].defines} ({name})" for name in HOMEWORKS if name in found)
         wanted = ", ".join(f"{each.defines} ({name})" for name, each in HOMEWORKS.items())
         raise UsageError(
-            f"{path} defines {what or f'none of {wanted}'}, so the homework is not clear\n  try: pipelab grade hw3 "
-            f"{path}, with its name; for a schedule, {path}:MySchedule"
+            f"{path} defines {what or f'none of {wanted}'}, so the homework is not clear\n  try: pipelab grade "
+            f"{min(found, default='hw3')} {path}, with its name; for a schedule, {path}:MySchedule"
         )
     return found.pop() if len(found) == 1 else "hw4", target
 
 
 def _defined(path: Path) -> list[str]:
-    """Return the homeworks whose function or class a file defines or imports, without running it."""
+    """Return the homeworks whose function or class a file defines, without running it."""
     text = ""
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(1 << 20)
-    start = r"^(?:(?:async )?def |class |from\b.*\bimport\b.*\b|import .*\bas )?"
+    start = r"^(?:async def|def|class) "
     return [name for name, each in HOMEWORKS.items() if re.search(rf"{start}{each.defines}\b", text, re.MULTILINE)]
 
 

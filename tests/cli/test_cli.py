@@ -35,7 +35,7 @@ def test_schedules_are_listed_with_their_sources(succeeds):
 def test_a_students_file_is_checked_simulated_and_drawn(succeeds, folder):
     Path("mine.py").write_text(RIGHT)
     succeeds("check", "mine.py:MySchedule")
-    assert "makespan 9 units" in succeeds("simulate", "mine.py:MySchedule", "-r", "2", "-m", "2", "-o", "t.json")
+    assert "A step takes 9 units" in succeeds("simulate", "mine.py:MySchedule", "-r", "2", "-m", "2", "-o", "t.json")
     assert pipelab.Trace.load("t.json").makespan == 9
     output = succeeds("draw", "mine.py:MySchedule", "-o", "t.svg", "-o", "t.html", "-o", "t.txt")
     assert all(Path(f"t.{suffix}").stat().st_size > 500 for suffix in ("svg", "html", "txt"))
@@ -86,14 +86,14 @@ def test_transfers_that_hang_are_a_fault_and_others_take_their_time(pipelab_comm
     refused("optimum", "1f1b", "--transport", "rank")
     assert "33.5 units" in succeeds("compare", "1f1b", "interleaved-1f1b", "--transport", "rank")
     output = succeeds("simulate", "interleaved-1f1b", "--transport", "rank")
-    assert "idle behind other transfers 0 6 2.5 0" in output
+    assert "Idle behind other transfers: 0 6 2.5 0" in output
     code, _, error = pipelab_command("simulate", "1f1b", "--order", "nccl")
     assert (code, "by-time" in error) == (2, True)
 
 
 def test_the_best_order_is_shown_saved_and_said_to_be_proven(succeeds, refused, folder):
     output = succeeds("optimum", "1f1b", "--memory-cap", "3", "-o", "best.csv", "-o", "best.json")
-    assert "makespan 39 units" in output
+    assert "A step takes 39 units" in output
     assert "proven" in output
     assert pipelab.check(pipelab.Plan.from_csv("best.csv"), memory_cap=3) == []
     assert pipelab.Trace.load("best.json").makespan == 39
@@ -148,7 +148,7 @@ def test_a_pipeline_is_replicated(succeeds, folder):
     assert "replicate(OneFOneB(ranks=2, microbatches=4), 3) is right: 54 actions" in output
     assert "all-reduced: 0, 1" in output
     output = succeeds("simulate", "1f1b", "--replicas", "2", "--cost", "all_reduce=4")
-    assert "makespan 37 units" in output
+    assert "A step takes 37 units" in output
     succeeds("draw", "1f1b", "--replicas", "2", "-o", "t.svg")
     assert succeeds("compare", "1f1b", "gpipe", "--replicas", "2").count("rank 7") == 2
     pipelab.OneFOneB(2, 3).plan().to_csv("plan.csv")
@@ -180,7 +180,7 @@ def test_a_size_that_would_fill_the_memory_is_refused_at_once(refused, folder, c
     ],
 )
 def test_costs_reach_the_simulation(succeeds, options, makespan):
-    assert f"makespan {makespan}" in succeeds("simulate", *shlex.split(options))
+    assert f"A step takes {makespan}" in succeeds("simulate", *shlex.split(options))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_timeline_can_be_read_in_any_encoding(encoding, monkeypatch):
     lines, drawn = timeline.splitlines(), str(pipelab.simulate(pipelab.OneFOneB(4, 8))).splitlines()
     assert list(map(len, lines)) == list(map(len, drawn))
     mark = "│" if encoding == "utf-8" else "|"
-    assert [line[7] for line in lines[1:5]] == [mark] * 4
+    assert [line[7] for line in lines if line.startswith("rank ")] == [mark] * 4
 
 
 def test_a_plan_is_written_as_pytorch_loads_it(succeeds, folder):

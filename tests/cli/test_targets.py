@@ -182,7 +182,7 @@ def test_a_saved_trace_is_a_target(succeeds, refused, folder):
     succeeds("draw", "m.json", "-o", "m.txt")
     assert "A step takes 36 ms" in Path("m.txt").read_text()
     assert "12 actions, no fault" in succeeds("check", "m.json")
-    assert "makespan 12 units" in succeeds("simulate", "m.json")
+    assert "A step takes 12 units" in succeeds("simulate", "m.json")
     output = succeeds("compare", "m.json", "gpipe", "-r", "3", "-m", "2")
     assert "36 ms" in output
     assert "12 units" in output

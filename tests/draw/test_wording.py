@@ -61,7 +61,20 @@ def test_a_caption_says_time_bubble_who_limits_it_and_memory():
 
 def test_a_caption_tells_recomputation_from_work():
     again = pipelab.simulate(pipelab.Plan.parse("0F0 0C0 0B0"))
-    assert "idle 0.0 % of it (the bubble) and recompute 25.0 %; rank 0 limits it." in wording.caption(again)
+    assert "idle 0.0 % of it (the bubble) and recompute 25.0 %." in wording.caption(again)
+
+
+@pytest.mark.parametrize(
+    ("plan", "cost", "says"),
+    [
+        (pipelab.OneFOneB(4, 8), None, "rank 3 limits it"),
+        (pipelab.GPipe(4, 8), None, "no rank alone limits it"),  # each works 24 of 33 units on the longest paths
+        (pipelab.DualPipe(4, 8), None, "no rank alone limits it"),  # two ranks are alike
+        (pipelab.GPipe(4, 8), pipelab.Cost(forward=[1, 1, 2, 1]), "rank 2 limits it"),
+    ],
+)
+def test_a_rank_limits_a_step_if_only_its_time_makes_the_step_longer(plan, cost, says):
+    assert says in wording.caption(pipelab.simulate(plan, cost) if cost else pipelab.simulate(plan))
 
 
 def test_a_comparison_is_a_row_of_figures_for_each_trace():

@@ -76,7 +76,8 @@ def frame() -> str:
 def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]:
     """Return what a page shows: its title and sub-title, its table of figures, and the data of its script."""
     if isinstance(shown, Comparison):
-        comparison, title = shown, f"Comparison of {counted(len(shown.traces), 'trace')}"
+        sources = dict.fromkeys(trace.source for trace in shown.traces if trace.source)
+        comparison, title = shown, ", ".join([f"Comparison of {counted(len(shown.traces), 'trace')}", *sources])
         subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
     else:
         title = wording.headline(shown)
@@ -207,8 +208,8 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return the caption of a trace, and its costs."""
-    return " ".join(filter(None, [wording.caption(trace), wording.costs(trace)]))
+    """Return what the schedule of a trace does, its caption, and its costs."""
+    return " ".join(filter(None, [wording.idea(trace), wording.caption(trace), wording.costs(trace)]))
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:

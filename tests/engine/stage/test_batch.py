@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipelab import GPipe
 from pipelab.engine.stage.batch import join, row_counts, rows_of, split_batch, weights_of
-from pipelab.engine.stage.loss import Loss, total
+from pipelab.engine.stage.loss import Loss
 from pipelab.engine.stage.pytree import map_tensors, rebuild, take_apart, tensors_of
 from pipelab.errors import BatchError
 
@@ -151,4 +151,4 @@ def test_replicas_outputs_and_losses_come_to_the_first_microbatchs_device():
     assert join([{"a": here}, {"a": there}])["a"].shape == (3, 3)
     loss = Loss(lambda output, target: output, targets=[None, None], weights=[0.5, 0.5])
     loss.values = [torch.ones((), device="meta"), torch.ones(())]
-    assert total(loss.values, loss.weights).device.type == "meta"
+    assert loss.total().device.type == "meta"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
-from pipelab.schedule import Schedule
 from pipelab.trace.waits import pressed_times, values_between
 
 if TYPE_CHECKING:
@@ -132,15 +131,6 @@ def caption(trace: Trace) -> str:
     told += [f"Own spans: {elided(map(number, trace.spans))}"] if _slanted(trace) else []
     told += [f"Idle behind other transfers: {elided(map(number, trace.queued))}"] if any(trace.queued) else []
     return f"{'. '.join(told)}."
-
-
-def idea(trace: Trace) -> str:
-    """Return in a sentence what the schedule of a trace does, the first of its docstring; "" if there is none."""
-    name, kinds = (trace.plan.name or "").partition("(")[0], [Schedule]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    told = next((kind.__doc__ or "" for kind in kinds[1:] if kind.__name__ == name), "")
-    return " ".join(told.partition("\n\n")[0].replace("`", "").split())
 
 
 WAIT, ARROW = "wait (r2: for rank 2)", ", arrow: the longest"

@@ -96,7 +96,6 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
 def test_the_head_is_one_sentence_and_without_javascript_there_is_a_text_timeline(trace):
     texts = Reader(page.page(trace)).texts
     assert texts["p"][0] == (
-        "Fill the pipe, then one backward for every new forward. "
         "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3 limits it. "
         "Rank 0 holds up to 4 activations (by rank: 4 3 2 1). F = 1, B = 2"
     )

@@ -208,8 +208,8 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 
 
 def _subtitle(trace: Trace) -> str:
-    """Return what the schedule of a trace does, its caption, and its costs."""
-    return " ".join(filter(None, [wording.idea(trace), wording.caption(trace), wording.costs(trace)]))
+    """Return the caption of a trace, and its costs."""
+    return " ".join(filter(None, [wording.caption(trace), wording.costs(trace)]))
 
 
 def _trace(trace: Trace, name: str) -> dict[str, Any]:

@@ -152,17 +152,6 @@ def test_an_exception_names_its_place_and_line(name, at, does):
         assert_trains(pipe, model)
 
 
-def test_an_exception_in_a_pure_forward_is_told_without_gradients():
-    x, _ = plain.batch(8)
-    with lit() as (pipe, fuse, model):
-        fuse.forward_does = fails_forward
-        with pytest.raises(StageError, match="1F0 on rank 1 failed") as failed:
-            pipe.forward(x)
-        assert "partial" not in str(failed.value)
-        fuse.forward_does = None
-        torch.testing.assert_close(pipe.forward(x), model(x).detach())
-
-
 def burnt():
     """Return a module of a class of its own, with a layer in it, that fails."""
     fuse = Fuse()
@@ -342,13 +331,6 @@ def test_a_backward_that_fails_late_says_that_gradients_are_partial(name):
         assert partial(model)
 
 
-def test_a_loss_that_is_nan_is_told():
-    def nan(output, target):
-        return mse(output, target) * float("nan")
-
-    refused("1F0 on rank 1 made NaN: the loss", plain.mlp(4), GPipe(2, 2), batch=4, loss=nan, watch_nan=True)
-
-
 def test_without_the_watch_a_nan_passes_as_in_plain_training():
     with lit() as (pipe, fuse, _):
         fuse.forward_does = lambda x: x * float("nan")
@@ -408,17 +390,16 @@ def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):
     assert waited == [0.1]  # a tenth of the timeout, however long a stage may take to come back after an error
 
 
-@pytest.mark.parametrize("half", ["forward", "backward"])
-def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace, half):
+def test_only_the_worker_that_hangs_is_replaced_and_coming_back_late_it_does_no_harm(short_grace):
     hang, others = Hang(), ranks_threads()
     with lit(timeout=1.5) as (pipe, fuse, model):
         started = ranks_threads() - others
         assert_trains(pipe, model)
         before = pipe.step(*plain.batch(8)).trace.lanes
-        setattr(fuse, f"{half}_does", hang)
-        with pytest.raises(StepTimeoutError, match=f"rank 1 was running 1{half[0].upper()}0"):
+        fuse.backward_does = hang
+        with pytest.raises(StepTimeoutError, match="rank 1 was running 1B0"):
             pipe.step(*plain.batch(8))
-        fuse.forward_does = fuse.backward_does = None
+        fuse.backward_does = None
         assert len(ranks_threads() - started - others) == 1
         (stuck,) = [thread for thread in started if thread.name == "pipelab-rank-1"]
         assert_trains(pipe, model)
@@ -436,12 +417,6 @@ def test_a_slow_step_in_which_something_moves_does_not_time_out():
         fuse.forward_does = lambda x: time.sleep(0.3) or x
         trace = pipe.step(*plain.batch(5)).trace
     assert trace.makespan > 1000 * 1.0  # 5 x 0.3 s: with nothing moving for so long, it would have stopped
-
-
-def test_no_timeout_waits_for_ever():
-    with lit(GPipe(3, 2), timeout=None) as (pipe, fuse, _):
-        fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
-        assert pipe.step(*plain.batch(8)).trace.makespan > 1000 * 0.3
 
 
 # --- interruptions
@@ -517,26 +492,10 @@ def test_a_signal_handler_cannot_run_the_pipeline_that_it_interrupts(call, catch
         assert len(caught) == 1
 
 
-def start(situation):
-    """Start a script that ends in some situation; return its process, not waited for."""
-    command = [sys.executable, "-W", "error", processes.SCRIPTS / "ending.py", situation]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=processes.environment()
-    )
-
-
-def finished(process, seconds=40):
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"the process did not end:\n{out}\n{err}")
-    return out, err
-
-
 def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
-    process = start("interrupted")
+    command = [sys.executable, processes.SCRIPTS / "ending.py", "interrupted"]
+    pipe, env = subprocess.PIPE, processes.environment()
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
     interrupts = 0
     lines = []
     for line in process.stdout:
@@ -546,7 +505,7 @@ def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
             interrupts += 1
             if interrupts == 2:
                 break
-    out, err = finished(process)
+    out, err = process.communicate(timeout=40)
     told = "".join(lines) + out
     for words in ("interrupted while", "rank 1 was running 1F0", "stepped"):
         assert words in told
@@ -566,10 +525,7 @@ def test_ctrl_c_ends_a_script_with_a_note_and_the_step_after_works():
     ],
 )
 def test_a_process_ends_by_itself(situation):
-    process = start(situation)
-    _, err = finished(process)
-    assert err == ""
-    assert process.returncode == 0
+    processes.run_well(1, "ending.py", situation, seconds=40, silent=True)
 
 
 # --- closing
@@ -633,10 +589,7 @@ def test_two_threads_may_step_one_pipeline_one_after_the_other():
 @pytest.mark.parametrize(
     ("x", "y", "told"),
     [
-        (torch.tensor(1.0), torch.zeros(4), r"x has the shape \[\], without a dimension 0"),
         (torch.zeros(4, 6), torch.tensor(1.0), r"y has the shape \[\], without a dimension 0"),
-        (torch.zeros(4, 6), torch.zeros(5, 6), "x has 4 rows and y has 5"),
-        ((torch.zeros(4, 6), torch.zeros(5)), torch.zeros(4), r"x\[1\] \[5\] has 5 rows and x\[0\] \[4, 6\] has 4"),
         (torch.zeros(3, 6), torch.zeros(3, 6), "a batch of 3 rows cannot fill 4 micro-batches"),
         (torch.zeros(0, 6), torch.zeros(0, 6), "a batch of 0 rows cannot fill 4 micro-batches"),
         (None, torch.zeros(4), "x is missing"),
@@ -715,17 +668,14 @@ def test_a_stage_that_writes_into_its_leaf_is_named():
     refused("a leaf Variable that requires grad", nn.Sequential(nn.Linear(6, 6), writes), Naive(2, 2), batch=4)
 
 
-@pytest.mark.parametrize("asked", ["torch.set_num_threads(3)", "pass"], ids=["asked for", "default"])
-def test_the_callers_number_of_processor_threads_stays_as_it_was(asked):
-    script = f"""
+def test_the_callers_default_number_of_processor_threads_stays_as_it_was():
+    script = """
         import pipelab, torch
-        {asked}
-        before = 3 if {asked != "pass"} else 2  # the default is not read, as the first look at it sets it
-        model = pipelab.emulated(2, 0, 0)
+        model = pipelab.emulated(2, 0, 0)  # the default is not read before, as the first look at it sets it
         with pipelab.Pipeline(model, pipelab.Naive(2, 2), torch.nn.functional.mse_loss, intra_op_threads=1) as pipe:
-            assert torch.get_num_threads() == before
+            assert torch.get_num_threads() == 2
             pipe.step(torch.ones(2, 1), torch.ones(2, 1))
-        print(torch.get_num_threads() == before)
+        print(torch.get_num_threads() == 2)
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", textwrap.dedent(script)]

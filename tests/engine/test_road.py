@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import processes
 import pytest
 
 
 def test_the_road_in_threads_is_short():
-    said = subprocess.run(
-        [sys.executable, processes.SCRIPTS / "road.py", "threads", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=processes.environment(),
-    )
-    road = json.loads(said.stdout)
+    ((road,),) = (each.facts for each in processes.run_well(1, "road.py", "threads", "2"))
     assert len(road["files"]) <= 14, road["files"]
     assert road["depth"] <= 9  # `_run` is the forward of F and of C
 

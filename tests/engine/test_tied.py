@@ -9,18 +9,10 @@ import torch
 from torch import nn
 
 import pipelab
-from pipelab import Pipeline, split
+from pipelab import Pipeline
 from pipelab.errors import EngineError
 
 WORDS = 11
-
-
-def blocks_of(self, ids):
-    """Run embedding, blocks, and a head with the embedding's weight."""
-    hidden = self.embed(ids)
-    for block in self.blocks:
-        hidden = torch.tanh(block(hidden)) + hidden
-    return self.head(hidden)
 
 
 def sequence(blocks=6):
@@ -61,20 +53,6 @@ def test_every_schedule_adds_up_a_tied_weight_once(name):
         verification = pipe.verify(x, y)
     assert verification.parameters == len(list(model.parameters()))
     assert model[0].weight is model[-1].weight
-
-
-def test_a_traced_model_keeps_its_tie():
-    embed, head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
-    head.weight = embed.weight
-    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-    model, (x, y) = plain.Made(blocks_of, embed=embed, blocks=blocks, head=head), batch()
-    expected = plain_gradients(model, x, y)
-    with Pipeline(split(model, 3, example=x[:2]), pipelab.OneFOneB(3, 4), loss) as pipe:
-        for times in (1, 2):
-            pipe.step(x, y)
-            require_equal(model, {name: times * gradient for name, gradient in expected.items()})
-        assert pipe.verify(x, y).parameters == len(expected)
-        torch.testing.assert_close(pipe.forward(x), model(x))
 
 
 def test_training_clipping_and_saving_see_one_parameter():

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from pipelab import OneFOneB, PipelabError, Pipeline
 from pipelab.engine import threads
 
 torch.set_num_threads(1)
+warnings.simplefilter("error")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
 situation = sys.argv[1]
 

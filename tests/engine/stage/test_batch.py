@@ -31,22 +31,6 @@ def test_rows_are_dealt_out_evenly_the_first_micro_batches_taking_the_extra(rows
         row_counts(rows, microbatches)
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        *((value, "x holds no tensor") for value in ("text", None, (), {"a": 3}, 7)),
-        ((torch.zeros(3), torch.tensor(1.0)), r"x\[1\] has the shape \[\], without a dimension 0"),
-        (
-            {"a": torch.zeros(3, 1), "b": torch.zeros(2, 1)},
-            r"x\[\"b\"\] \[2, 1\] has 2 rows and x\[\"a\"\] \[3, 1\] has 3",
-        ),
-    ],
-)
-def test_a_batch_without_one_number_of_rows_is_refused(value, told):
-    with pytest.raises(BatchError, match=told):
-        rows_of(value, "x")
-
-
 TREES = [
     torch.arange(10.0).reshape(5, 2),
     (torch.arange(5), torch.arange(15).reshape(5, 3)),

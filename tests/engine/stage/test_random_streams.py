@@ -114,13 +114,9 @@ def stepped(model, schedule, x, y, steps=2, loss_fn=added, **options):
 
 
 SCHEDULES = [
-    *(kind(ranks, 8) for kind in (Naive, GPipe, OneFOneB, ZBH1) for ranks in (1, 2, 4)),
-    Interleaved1F1B(2, 8),
-    Interleaved1F1B(4, 8),
-    ZBV(2, 8),
-    ZBV(4, 8),
-    DualPipe(2, 8),
-    DualPipe(4, 8),
+    *(GPipe(ranks, 8) for ranks in (1, 2, 4)),
+    *(kind(4, 8) for kind in (Naive, OneFOneB, ZBH1, Interleaved1F1B, ZBV, DualPipe)),
+    ZBH1(1, 8),
     replicate(OneFOneB(2, 4), 2),
     with_recompute(GPipe(2, 8)),
     with_recompute(OneFOneB(4, 8), stages=[1]),
@@ -244,10 +240,12 @@ def around(*layers):
     return nn.Sequential(nn.Linear(6, 6), nn.Sequential(*layers), nn.Linear(6, 6)).double()
 
 
-@pytest.mark.parametrize("schedule", [GPipe(3, 4), ZBH1(3, 4), with_recompute(GPipe(3, 4))], ids=["GPipe", "ZBH1", "C"])
 @pytest.mark.parametrize("way", [*WAYS, "none"])
 @pytest.mark.parametrize("draw", DRAWS)
-def test_what_runs_again_draws_what_its_forward_drew(draw, way, schedule):
+def test_what_runs_again_draws_what_its_forward_drew(draw, way):
+    """Every two of a draw, a way and a schedule meet."""
+    kinds = [GPipe(3, 4), ZBH1(3, 4), with_recompute(GPipe(3, 4))]
+    schedule = kinds[([*DRAWS].index(draw) + [*WAYS, "none"].index(way)) % 3]
     model = around(Checkpointed(DRAWS[draw], **WAYS.get(way, {})), nn.Dropout(0.2))
     assert slope_is_right(model, schedule, *batch())
 

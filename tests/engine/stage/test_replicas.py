@@ -20,7 +20,6 @@ from strategies import legal_cases
 from torch import nn
 from traces import assert_obeys
 
-import pipelab
 from pipelab import B, DualPipe, F, GPipe, I, OneFOneB, Pipeline, Plan, R, Schedule, W, emulated, replicate, schedules
 from pipelab.engine import threads
 from pipelab.engine.emulation import instantly
@@ -198,27 +197,6 @@ def test_the_users_autocast_holds_in_replicas_too():
     with torch.autocast("cpu", torch.bfloat16), Pipeline(model, replicate(OneFOneB(2, 2), 2), mse) as pipe:
         pipe.verify(x, y)
         assert pipe.step(x, y).outputs.dtype == torch.bfloat16
-
-
-def test_a_traced_model_runs_as_replicas():
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-    model = plain.Made(lambda self, x: self.layers[2](self.layers[1](self.layers[0](x).tanh()) + x), layers=layers)
-    x, y = plain.batch(8)
-    with Pipeline(pipelab.split(model, 2, example=x[:2]), replicate(OneFOneB(2, 2), 2), mse) as pipe:
-        assert_trains(pipe, model, (x, y))
-        model.eval()
-        torch.testing.assert_close(pipe.forward(x), model(x))
-        model.train()
-        pipe.verify(x, y)
-
-
-def test_emulated_replicas_take_their_time_side_by_side():
-    plan = replicate(OneFOneB(2, 2), 2).plan()
-    with Pipeline(emulated(2, forward_ms=5, backward_ms=10), plan, mse) as pipe:
-        traces = [pipe.step(torch.ones(4, 1), torch.ones(4, 1)).trace for _ in range(8)]
-    assert_obeys(traces[0], plan)
-    assert min(trace.makespan for trace in traces) < 8 * 15  # what one rank after the other would take
 
 
 def test_an_emulated_all_reduce_takes_its_time_on_every_rank_and_none_in_a_warm_up():

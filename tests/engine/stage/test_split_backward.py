@@ -13,17 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipelab import F, GPipe, I, Pipeline, Plan, W, emulated
+from pipelab import GPipe, Pipeline, Plan, emulated
 from pipelab.engine.stage.split_backward import input_gradients, weight_gradients
 from pipelab.engine.stage.stage import Stage
 
 WIDTH = 6
-
-
-def one_by_one(stages, microbatches):
-    """Return a plan in which one micro-batch after the other goes forward and back: one order of random draws."""
-    rows = [[make(m, stage) for m in range(microbatches) for make in (F, I, W)] for stage in range(stages)]
-    return Plan(rows, stages, microbatches)
 
 
 # --- models, each a stage of its own between two linear ones
@@ -232,17 +226,6 @@ def test_a_split_backward_runs_outside_of_autocast_as_a_full_one_does():
         assert_equal(*(gradients_of_a_step(model, plan, *plain.batch(8)) for plan in (GPipe(3, 4), split_plan(3, 4))))
 
 
-def test_random_orders_of_w_add_up_in_that_order():
-    model = plain.mlp(4)
-    x, y = plain.batch(9)
-    alone = plain.each_alone(model, mse, x, y, 3)
-    rows = [[*(F(m, s) for m in range(3)), *(I(m, s) for m in range(3)), *(W(m, s) for m in (2, 0, 1))] for s in (0, 1)]
-    with Pipeline(model, Plan(rows, 2, 3), mse) as pipe:
-        pipe.step(x, y)
-    for name, gradient in plain.taken(model).items():
-        assert torch.equal(gradient, alone[2][name] + alone[0][name] + alone[1][name])
-
-
 # --- hooks
 
 
@@ -278,13 +261,6 @@ def test_a_weights_hooks_run_once_for_each_microbatch(middle):
         parameter.register_post_accumulate_grad_hook(seen.append)
     stepped(layers(middle), split_plan(3, 4))
     assert sorted(map(id, seen)) == sorted(4 * list(map(id, middle.parameters())))
-
-
-def test_a_modules_backward_hook_runs_once_for_each_microbatch():
-    model, seen = layers(nn.Linear(6, 6)), []
-    model[1].register_full_backward_hook(lambda module, given, made: seen.append(module))
-    stepped(model, split_plan(3, 4))
-    assert len(seen) == 4
 
 
 # --- what I does, what W does

@@ -139,8 +139,7 @@ DROPPED = "its script ended, or dropped its pipeline, without closing it"
 
 def test_a_process_says_that_it_ends_before_others_lose_their_connection_to_it(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 2)
-    command = [sys.executable, processes.SCRIPTS / "ends.py", str(tmp_path / "store")]
-    subprocess.run(command, check=True, env=processes.environment(), timeout=60)
+    processes.run_well(1, "ends.py", str(tmp_path / "store"))
     assert Failures(store, 0, all_here()).find_dead_rank() == (1, f"rank 1 is gone: {DROPPED}")
 
 

@@ -87,18 +87,6 @@ def test_any_order_gives_the_same_bits_as_in_the_threads_engine(case, more):
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_step_adds_to_the_gradients_and_never_zeroes_them():
-    model, (x, y) = plain.mlp(4), plain.batch(6)
-    with piped(model) as pipe:
-        pipe.step(x, y)
-        holders = [parameter.grad for parameter in model.parameters()]
-        once = copy.deepcopy(holders)
-        pipe.step(x, y)
-    for parameter, holder, gradient in zip(model.parameters(), holders, once, strict=True):
-        assert parameter.grad is holder
-        torch.testing.assert_close(parameter.grad, 2 * gradient)
-
-
 def test_the_trace_holds_every_action_in_the_plans_order(tmp_path):
     with piped(plain.mlp(4)) as pipe:
         trace = pipe.step(*plain.batch(6)).trace
@@ -118,21 +106,6 @@ def test_an_all_reduce_of_a_stage_on_one_rank_does_nothing_and_shows():
     trace = pipes.stepped(model, plan, (x, y), engine="torch").trace
     assert [str(event.action) for event in trace.events[-2:]] == ["1R", "0R"]
     assert plain.equal(plain.taken(model), both(PLAN, x, y)[1][0])
-
-
-def test_a_forward_touches_no_gradient_and_knows_the_mode():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6))
-    x, y = plain.batch(8)
-    with piped(model) as pipe:
-        model.eval()
-        torch.testing.assert_close(pipe.forward(x), model(x).detach())
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model.train()
-        pipe.step(x, y)
-        assert model[1].num_batches_tracked == 2  # learning the shapes left no trace
-        model.eval()
-        torch.testing.assert_close(pipe.forward(x), model(x).detach())
 
 
 def test_learning_the_shapes_draws_no_random_number():

@@ -415,16 +415,6 @@ def learned(steps):
     return model, x, y
 
 
-def test_coarse_types_are_right_within_their_rounding():
-    model, (x, y) = plain.mlp(2), plain.batch(20)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert found_in(looped(model, [1] * 5), model).code == "right"
-        assert found_in(looped(model, [5] * 5), model).code == "times-microbatches"
-    model.to(torch.bfloat16)
-    step = lambda x, y: mse(model(x), y).backward()  # noqa: E731
-    assert found_in(step, model, (x.bfloat16(), y.bfloat16())).code == "right"
-
-
 @pytest.mark.parametrize("steps", [0, 300])
 @pytest.mark.parametrize("cut", [1, 6, 24])
 def test_a_right_step_that_computes_in_bfloat16_is_not_accused_however_it_cuts(steps, cut):

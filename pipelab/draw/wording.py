@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
-from pipelab.trace.waits import pressed_times, values_between
+from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,7 +102,7 @@ def span(trace: Trace, length: float | None = None) -> str:
     return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
 
-_QUICK = 100_000
+_QUICK = 20_000
 """Of how many actions a caption says which rank limits the step: a picture waits for it."""
 
 
@@ -119,10 +119,10 @@ def caption(trace: Trace) -> str:
         idle += f" and recompute {percent(again / (trace.ranks * trace.makespan or 1))}"
     if trace.ranks > 1 and sum(map(len, trace.ends)) <= _QUICK:
         # A rank limits the step if it works most of the time on what may not end later, and longer than any other.
-        pressed = pressed_times(trace)
-        *_, second, first = sorted(pressed)
+        works = trace.work_without_slack
+        *_, second, first = sorted(works)
         alone = first > 0.6 * trace.makespan and second < 0.95 * first
-        idle += f"; rank {pressed.index(first)} limits it" if alone else "; no rank alone limits it"
+        idle += f"; rank {works.index(first)} limits it" if alone else "; no rank alone limits it"
     who, each = (
         (f"Rank {peaks.index(most)}", f" (by rank: {elided(peaks)})") if min(peaks) < most else ("Every rank", "")
     )

@@ -111,23 +111,23 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def pressed_times(trace: Trace) -> list[float]:
-    """Return, by rank, how long it works on actions that could not end later without a longer step."""
-    bound, lags, last = trace.plan.bound, Waits(trace, for_moves=False).lags(), trace.start + trace.makespan
-    latest, pressed = dict[int, float](), [0.0] * trace.ranks
-    rows = enumerate(zip(trace.starts, trace.ends, bound.computing, strict=True))
-    times = [(start, end, rank, at) for rank, row in rows for at, (start, end, _) in enumerate(zip(*row, strict=True))]
-    for start, end, rank, at in sorted(times, reverse=True):
-        code = bound.computing[rank][at]
-        spare = latest.get(code, last) - end
-        pressed[rank] += (end - start) * (spare <= 1e-6 * trace.makespan)
-        before = [(bound.computing[rank][at - 1], 0.0)] if at else []
-        if not bound.codes.collective[code]:
-            givers = (giver for _, giver in bound.inputs(code))
-            before += [(giver, lags.get(code, 0.0) * (bound.rank_of[giver] != rank)) for giver in givers]
-        for giver, lag in before:
-            latest[giver] = min(latest.get(giver, last), start + spare - lag)
-    return pressed
+def work_without_slack(trace: Trace) -> tuple[float, ...]:
+    """Return, by rank, how long it works on what has no slack: see `Trace.work_without_slack`."""
+    bound = trace.plan.bound
+    rows = enumerate(bound.computing if bound.pairs else ())
+    shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
+    jobs, network = network_of(bound, shared)
+    times = {(rank, code): span for rank in range(trace.ranks) for code, *span in trace.ran(rank)}
+    spans = [times[rank, code] for rank, (code, *_) in jobs]
+    lags = bound.codes.by_need([0.0] * (bound.codes.always + 1))
+    for code, lag in Waits(trace, for_moves=False).lags().items():
+        lags[code] = lag
+    works = [0.0] * trace.ranks
+    for (rank, unit), (start, end), rest in zip(
+        jobs, spans, network.rests([end - start for start, end in spans], lags), strict=True
+    ):
+        works[rank] += (end - start) * (bound.computes(unit[0]) and end + rest >= trace.end - 1e-6 * trace.makespan)
+    return tuple(works)
 
 
 class Waits:

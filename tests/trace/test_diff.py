@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -232,6 +233,26 @@ def test_a_replay_with_its_own_times_is_the_trace(plan, cost):
     again = order.again(order.times, trace.name)
     assert (again.events, again.moves, again.transfers) == (trace.events, trace.moves, trace.transfers)
     assert order.path(order.times).length == trace.makespan
+
+
+@pytest.mark.parametrize(
+    ("plan", "cost"),
+    [
+        (pipelab.OneFOneB(3, 4), Cost(latency=0.25)),
+        (pipelab.DualPipe(4, 8), Cost(pair=2.5, all_reduce=1)),  # the two of a pair share their time
+        (pipelab.with_gathers(pipelab.Interleaved1F1B(2, 4), 1), Cost(gather=1.5)),
+    ],
+)
+def test_work_without_slack_is_what_makes_the_step_longer_if_it_takes_longer(plan, cost):
+    trace = pipelab.simulate(plan, cost)
+    ran = listed(trace)
+    order, works = Order(trace, {name: at for at, name in enumerate(ran)}), [0.0] * trace.ranks
+    for at, each in enumerate(ran.values()):
+        longer = replace(order.times, durations=[*order.times.durations])
+        longer.durations[at] += 1e-3
+        limits = order.path(longer).length > trace.makespan + 1e-6 and trace.plan.bound.computes(each.code)
+        works[each.rank] += order.times.durations[at] * limits
+    assert trace.work_without_slack == pytest.approx(works)
 
 
 ONE = pipelab.simulate(pipelab.OneFOneB(2, 2))

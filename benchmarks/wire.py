@@ -32,9 +32,9 @@ def measure(quick: bool = False) -> dict[str, object]:
                     found = []
                     for _ in range(1 if hangs else times):
                         job = {"rows": lowered, "how": how, "unit": unit}
-                        real.stdin.write(json.dumps(job) + "\n")
+                        real.stdin.write(json.dumps([job]) + "\n")
                         real.stdin.flush()
-                        found.append(json.loads(real.stdout.readline()))
+                        found += json.loads(real.stdout.readline())
                     measured = None if None in found else median(found)
                     rows.append([name, f"{size[0]} x {size[1]}", order, how, transport, predicted, measured])
         real.stdin.close()

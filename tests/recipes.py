@@ -23,6 +23,10 @@ WAYS = {
     "checkpointed, reentrant": {"reentrant": True},
     "compiled": {"compiled": True},
 }
+IN_PROCESSES = [
+    *("bfloat16", "scaled float16", "overflow on the first stage"),
+    *("accumulated and scaled", "checkpointed", "checkpointed, reentrant"),
+]
 
 
 class Block(nn.Module):

@@ -80,17 +80,6 @@ def test_the_verdict_on_random_and_shuffled_rows_is_the_oracles_and_can_be_print
     assert str(case.plan)
 
 
-@given(random_cases() | shuffled_cases())
-def test_simulate_refuses_exactly_what_check_finds_fault_with(case):
-    faults = check(case.plan)
-    if faults:
-        with pytest.raises(ScheduleError) as refusal:
-            simulate(case.plan)
-        assert list(map(repr, refusal.value.faults)) == list(map(repr, faults))  # NaN is no action, and not itself
-    else:
-        assert simulate(case.plan).makespan > 0
-
-
 # Mutations: one mistake in a plan that was right
 
 

@@ -95,24 +95,18 @@ def test_an_all_reduce_in_the_cycle_is_named():
     ]
 
 
-@pytest.mark.dist
-def test_processes_with_blocking_sends_hang_exactly_there():
-    with processes() as real:
-        for plan in (HANGS, THROUGH_AN_ALL_REDUCE, schedules["dualpipe"](4, 8), schedules["gpipe"](4, 4)):
-            for wire in WIRES:
-                rows = lower(plan, **wire).rows
-                assert happened(real, rows, wire["transport"]) is bool(check(plan, **wire)), wire
+@pytest.fixture(scope="module")
+def real():
+    with processes() as script:
+        yield script
 
 
 @pytest.mark.dist
-def test_on_gloo_blocking_sends_hang_there_and_posted_ones_nowhere():
-    pytest.importorskip("torch", reason="needs PyTorch")
-    plan = schedules["1f1b"](2, 2).plan()
-    with processes("gloo_rows.py") as real:
-        for order in ("pytorch", "at-use"):
-            for how, transport in ON_GLOO.items():
-                hangs = on_gloo(real, lower(plan, order=order).rows, how) is None
-                assert hangs is bool(check(plan, order=order, transport=transport)), (order, how)
+def test_processes_with_blocking_sends_hang_exactly_there(real):
+    for plan in (HANGS, THROUGH_AN_ALL_REDUCE, schedules["dualpipe"](4, 8), schedules["gpipe"](4, 4)):
+        for wire in WIRES:
+            rows = lower(plan, **wire).rows
+            assert happened(real, rows, wire["transport"]) is bool(check(plan, **wire)), wire
 
 
 def test_a_receive_that_holds_its_rank_hangs_where_an_all_reduce_comes_before_its_send():
@@ -198,19 +192,24 @@ def moved(row, random):
 
 
 @pytest.mark.dist
-def test_rows_in_an_order_of_their_own_hang_in_processes_where_check_says():
+def test_on_gloo_rows_hang_where_check_says_in_orders_of_their_own_too(real):
     pytest.importorskip("torch", reason="needs PyTorch")
-    hung = 0
-    with processes("gloo_rows.py") as gloo, processes() as real:
-        for seed in (0, 2, 3):
-            plan, random = legal_plan(seed), Random(seed)  # noqa: S311 - the same ones on every run
-            rows = [moved(row, random) for row in lower(plan, order="at-use").rows]
-            listed = Plan.parse([" ".join(row) or '""' for row in rows])
-            for how, transport in ON_GLOO.items():
-                if how != "blocking" or not plan.bound.reduces:
-                    hangs = on_gloo(gloo, rows, how) is None
-                    hung += hangs
-                    assert hangs is bool(check(listed, transport=transport)), (seed, how)
-            for transport in ("pair", "edge"):  # there, a send may be quicker than what comes before it
-                assert check(listed, transport=transport) or not happened(real, rows, transport), (seed, transport)
-    assert hung > 3
+    jobs, predicted = [], []
+    for order in ("pytorch", "at-use"):
+        plan = schedules["1f1b"](2, 2).plan()
+        for how, transport in ON_GLOO.items():
+            jobs.append((lower(plan, order=order).rows, how))
+            predicted.append(bool(check(plan, order=order, transport=transport)))
+    for seed in (0, 2, 3):
+        plan, random = legal_plan(seed), Random(seed)  # noqa: S311 - the same ones on every run
+        rows = [moved(row, random) for row in lower(plan, order="at-use").rows]
+        listed = Plan.parse([" ".join(row) or '""' for row in rows])
+        for how, transport in ON_GLOO.items():
+            if how != "blocking" or not plan.bound.reduces:
+                jobs.append((rows, how))
+                predicted.append(bool(check(listed, transport=transport)))
+        for transport in ("pair", "edge"):  # there, a send may be quicker than what comes before it
+            assert check(listed, transport=transport) or not happened(real, rows, transport), (seed, transport)
+    with processes("gloo_rows.py") as gloo:
+        assert [each is None for each in on_gloo(gloo, *jobs)] == predicted
+    assert sum(predicted[6:]) > 3

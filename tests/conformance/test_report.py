@@ -12,7 +12,6 @@ from strategies import ONE_COPY
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as native
 
-import pipelab
 from pipelab import B, F, GPipe, Pipeline, Plan, Schedule, lower, schedules
 
 from . import recording, report
@@ -20,13 +19,11 @@ from .__main__ import main
 from .recording import NATIVE, RUNTIME
 from .report import Grid, conformance, first_difference, flat, references, table
 from .steps import (
-    Job,
     Outcome,
     Task,
     fixed_model,
     fixed_task,
     group_of_one,
-    run_in_processes,
     step_of_class,
 )
 
@@ -240,9 +237,3 @@ def test_pytorch_in_processes_executes_what_was_recorded_and_has_the_same_bits(r
     for line in conformance(ONE_COPY, Grid(ranks=(ranks,), microbatches=(2 * ranks,), most_work=0), (ranks,)):
         assert [str(difference) for difference in line.differences + line.transfers] == []
         assert [(run.processes, run.same_gradients, run.same_loss) for run in line.numbers] == [(ranks, True, True)]
-
-
-@pytest.mark.dist
-def test_a_process_that_fails_ends_the_others_with_its_traceback():
-    with pytest.raises(Exception, match=r"(?s)Process [01] terminated.*ScheduleOfTomorrow"):
-        run_in_processes([Job("ScheduleOfTomorrow", pipelab.GPipe(2, 2).plan())], 2)

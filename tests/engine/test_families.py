@@ -50,7 +50,7 @@ def test_three_steps_are_those_of_plain_training(name, stages):
 def test_three_steps_in_two_processes_are_those_of_plain_training():
     ended = processes.run_well(2, "families_trained.py", seconds=220)
     facts = {fact["case"]: fact for fact in ended[0].facts}
-    assert {*facts} == {*FAMILIES} - {"GPT2LMHeadModel"}
+    assert {*facts} == {"MixtralForCausalLM", "T5ForConditionalGeneration"}
     for fact in facts.values():
         assert fact["losses"] < 1e-5
         assert fact["weights"] < 1e-5

@@ -62,13 +62,6 @@ def test_dropout_draws_the_same_numbers_in_every_schedule_and_nothing_waits():
     assert not plain.equal(plain.gradients(model.eval(), mse, x, y, 6), found[0])
 
 
-def test_attention_with_dropout_is_verified():
-    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 128, dropout=0.2, batch_first=True) for _ in range(4)]
-    x, y = (rows.unsqueeze(1).expand(24, 10, WIDTH).contiguous() for rows in on_gpu(24))
-    with Pipeline(layers, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
-        assert pipe.verify(x, y).largest_difference <= 1e-5
-
-
 def test_an_evaluation_has_the_plain_losses_and_outputs_bit_for_bit():
     model = plain.mlp(8, WIDTH).cuda()
     x, y = on_gpu(24)
@@ -149,14 +142,6 @@ def test_the_callers_autocast_holds_on_the_gpu(dtype):
             assert pipe.forward(x).dtype == dtype
 
 
-def test_a_model_in_half_precision_gives_the_plain_gradients():
-    model = plain.mlp(8, WIDTH).cuda().bfloat16()
-    x, y = (tensor.bfloat16() for tensor in on_gpu(24))
-    with Pipeline(model, OneFOneB(4, 6), mse, devices=["cuda:0"] * 4) as pipe:
-        pipe.step(x, y)
-        assert pipe.verify(x, y).exact
-
-
 @pytest.mark.parametrize("name", schedules)
 def test_ranks_that_share_a_gpu_give_the_plain_gradients(name):
     plan = near(name, 4, 6)
@@ -193,35 +178,6 @@ def test_replicas_give_the_plain_gradients_on_a_gpu_and_beside_a_cpu(devices):
         pipe.verify(x, y)
     assert all(parameter.device.type == devices[0] for parameter in model.parameters())
     assert [str(event.action) for event in trace.events_of(2)][-1] == "0R"
-
-
-def test_a_batch_on_the_cpu_goes_to_the_gpu_by_itself():
-    model = plain.mlp(4, WIDTH)
-    parameters = list(model.parameters())
-    x, y = plain.batch(8, WIDTH)
-    expected = plain.gradients(model, mse, x, y, 4)
-    with Pipeline(model, OneFOneB(2, 4), mse, devices=["cuda:0"] * 2) as pipe:
-        pipe.step(x, y)
-    assert all(parameter is before for parameter, before in zip(model.parameters(), parameters, strict=True))
-    assert all(parameter.is_cuda and parameter.grad.is_cuda for parameter in parameters)
-    gradients = {name: gradient.cpu() for name, gradient in plain.taken(model).items()}
-    assert plain.difference(gradients, expected) <= 1e-4  # another device's arithmetic
-
-
-@pytest.mark.parametrize("devices", [["cpu", "cuda", "cpu"], ["cuda", "cpu", "cuda"]])
-def test_ranks_on_the_cpu_and_on_a_gpu_work_together(devices):
-    model = plain.mlp(6, WIDTH)
-    twin = copy.deepcopy(model)
-    x, y = plain.batch(10, WIDTH)
-    loss = plain.one_after_another(twin, mse, x, y, 4)
-    expected = plain.taken(twin)
-    with Pipeline(model, OneFOneB(3, 4), mse, devices=devices) as pipe:
-        for _ in range(3):
-            step = pipe.step(x, y)
-            torch.testing.assert_close(step.loss.cpu(), loss, rtol=1e-4, atol=1e-5)
-            gradients = {name: gradient.cpu() for name, gradient in plain.taken(model).items()}
-            assert plain.difference(gradients, expected) <= 1e-4
-        pipe.verify(x, y)
 
 
 def test_the_state_of_an_optimizer_that_stepped_before_moves_to_the_gpu():

@@ -28,11 +28,11 @@ def test_a_loop_trains_as_it_does_plainly(way):
 
 
 @pytest.mark.dist
-def test_all_loops_train_so_in_two_processes():
+def test_loops_train_so_in_two_processes():
     ended = processes.run_well(2, "recipe.py")
     for each in ended:
         *facts, masks = each.facts
-        assert [fact["way"] for fact in facts] == list(recipes.WAYS)
+        assert [fact["way"] for fact in facts] == list(recipes.IN_PROCESSES)
         for fact in facts:
             assert_as_plain(fact["way"], fact)
         assert masks == {"masks": [True, True]}

@@ -14,7 +14,7 @@ def test_the_road_in_threads_is_short():
 
 @pytest.mark.dist
 def test_the_road_between_processes_is_short():
-    ended = processes.run_well(2, "road.py", "torch", "2", fresh=True)
+    ended = processes.run_well(2, "road.py", "torch", "2")
     (road,) = ended[0].facts
     assert len(road["files"]) <= 22, road["files"]  # store.py: the supervisor may look while the step runs
     assert road["depth"] <= 16

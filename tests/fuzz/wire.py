@@ -81,9 +81,9 @@ def happened(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], transpo
     return json.loads(real.stdout.readline())
 
 
-def on_gloo(real: subprocess.Popen[str], rows: Sequence[Sequence[str]], how: str, unit: float = 0.0) -> float | None:
-    """Run lowered rows on gloo; return how many units they took, or `None` if they hang."""
-    real.stdin.write(json.dumps({"rows": rows, "how": how, "unit": unit}) + "\n")
+def on_gloo(real: subprocess.Popen[str], *jobs: tuple[Sequence[Sequence[str]], str], unit: float = 0.0) -> list:
+    """Run lowered rows on gloo, each in its way; return how many units they took, or `None` if they hang."""
+    real.stdin.write(json.dumps([{"rows": rows, "how": how, "unit": unit} for rows, how in jobs]) + "\n")
     real.stdin.flush()
     return json.loads(real.stdout.readline())
 
@@ -122,15 +122,12 @@ def fuzz_gloo(number: int) -> str | None:
     order = Random(number).choice(WIRES)["order"]
     if plan.bound.pairs:
         return None
-    rows, wrong = lower(plan, order=order).rows, []
+    rows = lower(plan, order=order).rows
+    ways = {how: ON_GLOO[how] for how in ON_GLOO if how != "blocking" or not plan.bound.reduces}
+    predicted = [bool(check(plan, order=order, transport=transport)) for transport in ways.values()]
     with processes("gloo_rows.py") as real:
-        for how, transport in ON_GLOO.items():
-            if how == "blocking" and plan.bound.reduces:
-                continue
-            predicted, hangs = bool(check(plan, order=order, transport=transport)), on_gloo(real, rows, how) is None
-            if hangs is not predicted:
-                wrong.append(f"{order}, {how}: predicted {predicted}, happened {hangs}\n{plan}")
-    return "\n".join(wrong) or None
+        hangs = [each is None for each in on_gloo(real, *((rows, how) for how in ways))]
+    return None if hangs == predicted else f"{order}, {[*ways]}: predicted {predicted}, happened {hangs}\n{plan}"
 
 
 fuzz_wire.dist = fuzz_gloo.dist = True

@@ -74,13 +74,6 @@ def test_exactly_the_replicated_stages_get_one_on_each_of_their_ranks(case):
 
 
 @given(legal_cases())
-def test_whatever_runs_without_them_runs_with_them(case):
-    plan = case.plan
-    assert oracle.legal(plan.rows, plan.stages, plan.microbatches, case.place)
-    assert check(plan) == []
-
-
-@given(legal_cases())
 def test_all_stand_right_after_the_last_gradient_or_else_all_stand_at_the_end(case):
     groups, sizes = unlisted(case), (case.stages, case.microbatches)
     early, late = ([list(row) for row in case.rows] for _ in range(2))

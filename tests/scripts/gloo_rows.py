@@ -1,8 +1,8 @@
 """Run lowered rows for real on gloo, with actions that sleep; say whether they hang, and how long they take.
 
-Each line of standard input is `{"rows": [["0F0", "0SEND_F0", ...], ...], "how": "posted", "unit": 0.01}`; the answer is
-a line with the makespan in units (a forward of one stage sleeps for one, a backward for two), or `null` if it hangs. It
-knows nothing of pipelab. What a rank does with its row:
+Each line of standard input is a list of `{"rows": [["0F0", "0SEND_F0", ...], ...], "how": "posted", "unit": 0.01}`,
+which run side by side; the answer is a line with the makespan of each in units (a forward of one stage sleeps for one,
+a backward for two), or `null` if it hangs. It knows nothing of pipelab. What a rank does with its row:
 
     posted     as PyTorch's runtime: `isend` and `irecv`, and a wait before the action that needs the value
     holding    `isend`, and `recv`, which holds the rank until the value is there
@@ -19,14 +19,14 @@ import tempfile
 import time
 from contextlib import suppress
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 SECONDS = 4.0
-"""After how long without an end rows count as hanging: many times as long as any of them takes."""
+"""After how long without an end rows count as hanging, once all ranks have met: many times as long as any takes."""
 fork = multiprocessing.get_context("fork")
 
 
@@ -59,12 +59,12 @@ def length(word: str) -> int:
 def run(rank: int, job: dict, path: str, pipe) -> None:
     """Be a rank."""
     with suppress(RuntimeError):  # its peers have been ended, because the rows hang
-        pipe.send(span(rank, job["rows"], job["how"], job["unit"], path))
+        pipe.send(span(rank, job["rows"], job["how"], job["unit"], path, lambda: pipe.send("met")))
         dist.destroy_process_group()
 
 
-def span(rank: int, rows: list[list[str]], how: str, unit: float, path: str) -> tuple[float, float]:
-    """Run a rank's row; return when it began and ended."""
+def span(rank: int, rows: list[list[str]], how: str, unit: float, path: str, met) -> tuple[float, float]:
+    """Run a rank's row, after all ranks have met; return when it began and ended."""
     dist.init_process_group("gloo", store=dist.FileStore(path, len(rows)), rank=rank, world_size=len(rows))
     together = {(rank,): lambda _: None}  # by ranks, their all-reduce
     for many in range(2, len(rows) + 1):
@@ -79,6 +79,7 @@ def span(rank: int, rows: list[list[str]], how: str, unit: float, path: str) -> 
     tags = {value: tag for tag, value in enumerate(sorted({value for value, _ in other}))}
     under_way, sent = {}, []
     dist.barrier()
+    met()
     begun = time.perf_counter()
     for word in rows[rank]:
         value = value_of(word) if "SEND" in word or "RECV" in word else None
@@ -104,25 +105,33 @@ def span(rank: int, rows: list[list[str]], how: str, unit: float, path: str) -> 
     return begun, ended
 
 
-def happened(job: dict) -> float | None:
-    """Run rows in new processes; return how long they took."""
+def happened(jobs: list[dict]) -> list[float | None]:
+    """Run each job's rows in new processes; return how long they took."""
     with tempfile.TemporaryDirectory() as folder:
-        pairs = [fork.Pipe(duplex=False) for _ in job["rows"]]
+        pipes = [[fork.Pipe(duplex=False) for _ in job["rows"]] for job in jobs]
         ranks = [
-            fork.Process(target=run, args=(rank, job, str(Path(folder) / "store"), pairs[rank][1]), daemon=True)
-            for rank in range(len(job["rows"]))
+            fork.Process(target=run, args=(rank, job, str(Path(folder) / str(number)), far), daemon=True)
+            for number, job in enumerate(jobs)
+            for rank, (_, far) in enumerate(pipes[number])
         ]
         for process in ranks:
             process.start()
         try:
-            spans = [near.recv() if near.poll(SECONDS) else None for near, _ in pairs]
+            for near, _ in chain(*pipes):
+                near.recv()
+            deadline = time.monotonic() + SECONDS
+            spans = [
+                [near.recv() if near.poll(max(0.0, deadline - time.monotonic())) else None for near, _ in each]
+                for each in pipes
+            ]
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-    if None in spans:
-        return None
-    return (max(end for _, end in spans) - min(start for start, _ in spans)) / (job["unit"] or 1)
+    return [
+        None if None in each else (max(end for _, end in each) - min(start for start, _ in each)) / (job["unit"] or 1)
+        for job, each in zip(jobs, spans, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from facts import say
 import pipelab
 
 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # where a scaler skips the first step
-warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # TorchDynamo looks at it
 schedule = pipelab.OneFOneB(2, recipes.MICROBATCHES)
-for way in recipes.WAYS:
+for way in recipes.IN_PROCESSES:
     say(way=way, **recipes.trained(way, schedule, "torch"))
 say(masks=[recipes.checkpoints_keep_masks(reentrant, schedule, "torch") for reentrant in (False, True)])

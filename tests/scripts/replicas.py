@@ -70,13 +70,4 @@ try:
         refused = ""
 except pipelab.EngineError as error:
     refused = f"{type(error).__name__}: {error}"
-
-# micro-batches that enter at both ends
-both_ways = []
-for schedule in (pipelab.GEMS(2, 3), pipelab.DualPipe(2, 4)):
-    model, twin = plain.mlp(4), plain.mlp(4)
-    plain.one_after_another(twin, mse, x, y, schedule.microbatches)
-    with pipelab.Pipeline(model, schedule, mse, engine="torch", timeout=60) as pipe:
-        pipe.step(x, y)
-    both_ways.append(plain.difference(plain.taken(model), plain.taken(twin)))
-say(both_ways=both_ways, statistics=statistics, clipped=clipped, again=again, hooked=hooked, refused=refused)
+say(statistics=statistics, clipped=clipped, again=again, hooked=hooked, refused=refused)

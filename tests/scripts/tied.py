@@ -13,8 +13,8 @@ import pipelab
 from pipelab import Pipeline
 
 plans = {
-    "1f1b": pipelab.OneFOneB(2, 4),
-    "interleaved-1f1b": pipelab.Interleaved1F1B(3, 3),
+    "1f1b": pipelab.OneFOneB(4, 4),  # two ranks have nothing of the tied weight
+    "interleaved-1f1b": pipelab.Interleaved1F1B(2, 4),
     "zbv": pipelab.ZBV(2, 4),
     "replicated": pipelab.replicate(pipelab.OneFOneB(2, 2), 2),
     "traced": pipelab.OneFOneB(2, 4),

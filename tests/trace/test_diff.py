@@ -104,16 +104,6 @@ def test_a_trace_against_itself_is_all_zeros(case, backward):
     assert "as long as" in found.sentence
 
 
-@given(legal_cases(), st.integers(0, 9))
-@settings(deadline=None)
-def test_a_trace_is_replayed_to_its_own_makespan(case, seed):
-    trace = shaken(pipelab.simulate(case.plan, Cost(forward=1, backward=2, latency=0.5, all_reduce=1)), seed)
-    order = Order(trace, {key: at for at, key in enumerate(listed(trace))})
-    path = order.path(order.times)
-    assert path.length == pytest.approx(trace.makespan, rel=1e-12)
-    assert path.taking(order.times) == pytest.approx(path.length, rel=1e-12)
-
-
 def test_an_action_that_takes_longer_counts_only_while_it_is_critical():
     """Stage 1's forward grows from 0.5 to 1.5: its last one is always on the critical path, the others from 1 on."""
     before, after = (pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[1, time])) for time in (0.5, 1.5))

@@ -128,7 +128,10 @@ def test_a_job_listens_to_this_machine_alone_and_a_signal_to_its_launcher_ends_i
 
 
 @LINUX
-@pytest.mark.parametrize("interrupted", [False, True], ids=["another rank is killed", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "interrupted",
+    [pytest.param(False, id="another rank is killed"), pytest.param(True, id="Ctrl-C", marks=pytest.mark.thorough)],
+)
 def test_a_stopped_rank_ends_by_the_signal_that_the_launcher_sends_to_all(start, tmp_path, interrupted):
     launcher = start(*LAUNCH, ENDLESS, str(tmp_path))
     wait_until(lambda: len(workers(tmp_path)) == 2)

@@ -167,16 +167,6 @@ def test_a_process_that_is_killed_is_named_by_all_others():
         assert re.search(told, without_prefix(ended[rank].err)), processes.shown(ended)
 
 
-def test_launch_says_at_the_end_which_rank_hangs_and_at_which_line():
-    found = processes.launched(3, processes.SCRIPTS / "misbehaving.py", "1", "hangs", IN_1F2)
-    assert found.returncode == 1
-    last = found.stderr[found.stderr.index("\npipelab: ") :]
-    assert "StepTimeoutError: " in last
-    assert re.search(
-        r"rank 1( holds up the others| for [\d.]+ s): it was running 1F2 .*line \d+, in misbehave: time\.sleep", last
-    )
-
-
 def test_a_process_that_is_stopped_is_named_and_the_others_end():
     ended = processes.run_in(3, "faults/stopped.py")
     assert [each.code for each in ended] == [1, -9, 1], processes.shown(ended)

@@ -6,6 +6,7 @@ import re
 
 import processes
 import pytest
+from fuzz.inputs import fuzz_inputs_in_processes
 
 import pipelab
 
@@ -248,22 +249,13 @@ def test_numbers_are_the_same_where_each_process_is_given_what_it_needs(said, sa
     assert case == "replicas" or [fact["told"] for (fact,) in two] == OWN_DATA[case][:: 1 if case == "zbv" else 3][:2]
 
 
-INPUTS = [
-    "sequence first",
-    "a mask that is whole",
-    "lengths unlike",
-    "pieces and rows",
-    "traced with a mask",
-    "keywords",
-    "keywords of ready pieces",
-]
+def test_a_traced_model_with_a_mask_gives_the_threads_engines_numbers_where_each_process_is_given_what_it_needs(said):
+    for (fact,) in said("inputs, traced with a mask"):
+        assert (fact["same"], fact["gradients"]) == (True, True)
 
 
-@pytest.mark.parametrize("case", INPUTS)
-def test_marked_inputs_give_the_threads_engines_numbers_where_each_process_is_given_what_it_needs(said, case):
-    for (fact,) in said(f"inputs, {case}"):
-        figures = {name: fact[name] for name in ("losses", "gradients", "forward", "outputs", "proof")}
-        assert figures == dict.fromkeys(figures, True)
+def test_inputs_and_keywords_of_every_kind_train_as_plainly_where_each_process_is_given_what_it_needs():
+    assert fuzz_inputs_in_processes(7) is None  # with masks, keywords and ready pieces
 
 
 def test_pieces_of_one_process_and_rows_of_another_are_refused_on_all(said):

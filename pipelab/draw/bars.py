@@ -203,14 +203,12 @@ def shapes(trace: Trace, scale: float, lane: float, words: bool = True) -> str:
             high, top = lane - 2, rank * lane + 1
             if isinstance(each, Gap):
                 (fill, _, border, ink), said = colours.ground(each.idle.reason), each.words
-            else:
-                fill, ink, said = each.colour, colours.ink(each.colour), (each.label,)
-                high /= 1 if each.half == "whole" else 2
-                top += high if each.half == "lower" else 0
-            if isinstance(each, Gap):
                 look = f'fill="{fill if words else "none"}" stroke="{border}" vector-effect="non-scaling-stroke"'
                 paths[look] += f"M{left:.4g} {top:g}h{width:.4g}v{high:g}h-{width:.4g}z"
             else:  # a bar is a line as thick as it is high: half as many letters
+                fill, ink, said = each.colour, colours.ink(each.colour), (each.label,)
+                high /= 1 if each.half == "whole" else 2
+                top += high if each.half == "lower" else 0
                 paths[f'stroke="{fill}" stroke-width="{high:g}"'] += f"M{left:.4g} {top + high / 2:g}h{width:.4g}"
             if words and (word := next((word for word in said if 7 * len(word) < width and high > 11), "")):
                 texts[ink] += f'<text x="{left + width / 2:.4g}" y="{top + high / 2 + 4:g}">{word}</text>'

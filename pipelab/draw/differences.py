@@ -12,7 +12,7 @@ from pipelab.trace.diff import PARTS, diff, why_not
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pipelab.trace.diff import Change, Diff, Part
+    from pipelab.trace.diff import Diff, Part
     from pipelab.trace.trace import Trace
 
 _NOISE = 0.001
@@ -59,7 +59,11 @@ def signed(value: float) -> str:
 def table(found: Diff, most: int | None = None) -> Table:
     """Return a row for each action, the largest effect first, and the sums in sentences."""
     parts = _parts(found)
-    shown = found.changes if most is None else [each for each in found if _changed(each)]
+    shown = (
+        found.changes
+        if most is None
+        else [each for each in found if each.effects or any(number(by) != "0" for by in (each.shift, each.change))]
+    )
     more = len(shown) - len(shown[:most])
     rows: list[dict[str, Any]] = []
     for change in shown[:most]:
@@ -94,10 +98,6 @@ def _parts(found: Diff) -> list[Part]:
     """Return the parts that some action's effect has, although they may add up to 0."""
     least = 1e-9 * max(found.before.makespan, found.after.makespan)
     return [part for part in PARTS if any(abs(change.effects.get(part, 0.0)) > least for change in found)]
-
-
-def _changed(change: Change) -> bool:
-    return bool(change.effects or any(number(each) != "0" for each in (change.shift, change.change)))
 
 
 def _sums(found: Diff) -> list[str]:

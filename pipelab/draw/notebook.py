@@ -13,7 +13,7 @@ import html
 from typing import TYPE_CHECKING
 
 from pipelab.checking.checker import check
-from pipelab.draw import colours, figure, order_figure, page, text, wording
+from pipelab.draw import colours, order_figure, page, wording
 from pipelab.draw.bars import shapes
 from pipelab.draw.order import drawings, plan_drawing, sentences
 from pipelab.errors import clean
@@ -21,8 +21,6 @@ from pipelab.plan.actions import Action, Pair
 from pipelab.plan.fault import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pipelab.checking.checker import Faults
     from pipelab.draw.order import Drawing
     from pipelab.plan.plan import Plan
@@ -104,26 +102,18 @@ def framed(source: str, alt: str, still: str, height: int) -> str:
     )
 
 
-def _image(draw: Callable[[], str], alt: str, plain: Callable[[], str]) -> str:
-    """Return a figure as an image; without matplotlib, text."""
-    try:
-        source = draw()
-    except ImportError:
-        return f'<pre style="overflow-x: auto">{html.escape(clean(plain(), keep=chr(10)))}</pre>'
-    data = base64.b64encode(source.encode("utf-8", "backslashreplace")).decode()
-    return f'<img alt="{html.escape(clean(alt))}" src="data:image/svg+xml;base64,{data}" style="max-width: 100%">'
+def _still(trace: Trace, name: str, until: float) -> str:
+    """Return a picture that needs no scripts: the name of a trace, what it says, and its bars."""
+    words = html.escape(clean(f"{name}: {wording.idea(trace)} {wording.caption(trace)}"))
+    size = f'viewBox="0 0 1000 {30 * trace.ranks}" style="max-width: 100%; font: 12px sans-serif"'
+    return f'<p>{words}</p><svg {size} aria-hidden="true">{shapes(trace, 1000 / (until or 1), 30)}</svg>'
 
 
 def trace_html(trace: Trace) -> str:
     """Return what a notebook shows of a trace."""
-    alt = f"{wording.headline(trace)}: {wording.caption(trace)}"
-    actions = sum(map(len, trace.starts))
-    still = _how_to_save("trace", actions)
-    if actions <= _MOST_ACTIONS:
-        size = f'viewBox="0 0 1000 {30 * trace.ranks}" role="img" aria-label="{html.escape(clean(alt))}"'
-        parts = shapes(trace, 1000 / (trace.makespan or 1), 30)
-        still = f'<svg {size} style="max-width: 100%; font: 12px sans-serif">{parts}</svg>'
-    return framed(page.page(trace, notebook=True), alt, still, 330 + 40 * min(trace.ranks, 16))
+    actions, name = sum(map(len, trace.starts)), wording.headline(trace)
+    still = _still(trace, name, trace.makespan) if actions <= _MOST_ACTIONS else _how_to_save("trace", actions)
+    return framed(page.page(trace, notebook=True), name, still, 330 + 40 * min(trace.ranks, 16))
 
 
 def comparison_html(comparison: Comparison) -> str:
@@ -132,11 +122,10 @@ def comparison_html(comparison: Comparison) -> str:
     actions = sum(len(starts) for trace in comparison.traces for starts in trace.starts)
     still = _how_to_save("comparison", actions)
     if actions <= _MOST_ACTIONS:
-        still = _image(
-            lambda: figure.comparison_svg(comparison),
-            alt,
-            lambda: text.comparison(comparison, text.PLAIN_WIDTH, colour=False),
-        )
+        longest = max(trace.makespan for trace in comparison.traces)
+        named = zip(comparison.traces, map(wording.called, comparison.names), strict=True)
+        spans = ((trace, name, longest if comparison.shares_axis else trace.makespan) for trace, name in named)
+        still = "".join(_still(*each) for each in spans)
     lanes = sum(min(trace.ranks, 16) for trace in comparison.traces)
     source = page.comparison_page(comparison, notebook=True)
     return framed(source, alt, still, 330 + 90 * len(comparison.traces) + 40 * lanes)

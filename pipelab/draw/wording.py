@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
+from pipelab.schedule import Schedule
 from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
@@ -137,12 +138,49 @@ WAIT, ARROW = "wait (r2: for rank 2)", ", arrow: the longest"
 """What legends say besides kinds. The narrowest waits say only for which rank."""
 
 
+def idea(trace: Trace) -> str:
+    """Return the first sentence of a schedule's docstring: of the last class written that the plan's name names."""
+    kinds: list[type] = [Schedule]
+    for at, kind in enumerate(kinds):  # grows as it is read
+        kinds[at + 1 : at + 1] = kind.__subclasses__()
+    kinds = [kind for kind in kinds if re.search(rf"\b{kind.__name__}\(ranks", trace.plan.name)]
+    text = (kinds[-1].__doc__ or "") if kinds else ""
+    return clean(" ".join(re.split(r"(?<=[.!?])\s|\n\s*\n", text.strip())[0].replace("`", "").split()))
+
+
+def ways(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """Return each way through the ranks by its first micro-batch, if one goes up: at its begin, or where it turns."""
+    ranks, stages, found = trace.plan.bound.rank_of_slot, trace.plan.stages, dict[tuple[int, ...], int]()
+    for m in range(trace.plan.microbatches):
+        found.setdefault(tuple(ranks[m * stages : (m + 1) * stages]), m)
+    steps = (step for way in found for step in zip((math.inf, *way), way, way[1:], strict=False))
+    up = any(after < here <= before for before, here, after in steps)
+    return {m: way for way, m in found.items()} if up and len(found) < 5 else {}
+
+
+def slices(trace: Trace) -> int:
+    """Return into how many slices a plan cuts each sequence."""
+    after, count = trace.plan.after, trace.plan.microbatches
+    return count // sum(not [*after(m, 0)] for m in range(count)) if after else 1
+
+
+def marks(traces: Sequence[Trace]) -> list[str]:
+    """Return what a legend says of the marks that show a schedule's idea."""
+    said = [f"┌┐ a sequence in {slices(trace)} slices" for trace in traces if slices(trace) > 1]
+    said += [f"→ way of micro-batch {', of '.join(map(str, ways(trace)))}" for trace in traces if ways(trace)]
+    return list(dict.fromkeys(said))
+
+
 def legend(traces: Sequence[Trace], brief: bool = False) -> dict[Kind, str]:
     """Return what a legend says of each kind of action that takes time in the traces: of forwards, an example."""
     there = {kind for trace in traces for kind in trace.plan.bound.kinds}
     there |= {event.action.kind for trace in traces for event in trace.moves if event.action.traits.cost}
     parts = {} if brief else {kind: f"backward, part {part}: " for part, kind in enumerate(HALVES, 1)}
-    words = {kind: f"{kind} {parts.get(kind, '')}{TRAITS[kind].word}" for kind in EVERY_KIND if kind in there}
+    words = {
+        kind: f"{kind} {parts.get(kind, '')}{TRAITS[kind].word}{' of the stage in it' * TRAITS[kind].gathers}"
+        for kind in EVERY_KIND
+        if kind in there
+    }
     return words | {"F": " or ".join(dict.fromkeys(_example(trace, brief) for trace in traces))}
 
 
@@ -150,8 +188,7 @@ def _example(trace: Trace, brief: bool) -> str:
     """Return what a forward's box means, with its numbers."""
     plan, stage_of = trace.plan, trace.plan.bound.codes.stage
     m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
-    sequences = sum(not [*plan.after(each, s)] for each in range(plan.microbatches)) if plan.after else 0
-    part = f": a slice, 1/{plan.microbatches // sequences} of a sequence" if sequences else ""
+    part = f": a slice, 1/{slices(trace)} of a sequence" if slices(trace) > 1 else ""
     if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
         more = "" if brief else ", every second stage of a rank paler"
         return f"{s}F{m} = stage {s}, forward, micro-batch {m}{part}{more}"

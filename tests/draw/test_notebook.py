@@ -85,8 +85,8 @@ def test_a_frame_has_a_title_and_something_for_viewers_without_scripts(name):
         assert "wait 6 for B0 of rank 1" in still
         assert len(shown) < 40_000
     elif name == "comparison":
-        (data,) = re.findall(r'<img alt="[^"]+" src="data:image/svg\+xml;base64,([^"]+)"', still)
-        assert b"<svg" in base64.b64decode(data)
+        assert still.count("<svg") == 2
+        assert "All micro-batches forward, then all backward, in the same order. A step takes" in still
     else:
         assert "<pre" in still
     assert shown == SHOWN[name]._repr_html_()  # the same file for the same notebook

@@ -14,7 +14,7 @@ from browsing import complaints_of, wait_until
 
 import pipelab
 from pipelab import B, Cost, F, Plan, R, draw
-from pipelab.draw import colours, page
+from pipelab.draw import colours, page, wording
 from pipelab.draw.bars import Lanes
 from pipelab.trace.waits import waits
 
@@ -96,6 +96,7 @@ def test_the_data_hold_every_action_once_with_start_and_end(trace):
 def test_the_head_is_one_sentence_and_without_javascript_there_is_a_text_timeline(trace):
     texts = Reader(page.page(trace)).texts
     assert texts["p"][0] == (
+        "Fill the pipe, then one backward for every new forward. "
         "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3 limits it. "
         "Rank 0 holds up to 4 activations (by rank: 4 3 2 1). F = 1, B = 2"
     )
@@ -667,6 +668,38 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
         text.strip() for text in tab.locator(".legend button").all_inner_texts()
     }
     assert ">OFFLOAD offload<" in saved(tab, "svg", tmp_path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "marks", "words"),
+    [
+        (pipelab.DualPipe(4, 8), 6, ["→ way of micro-batch 0, of 4"]),
+        (pipelab.SlimPipe(4, 8), 4, ["┌┐ a sequence in 4 slices"]),
+        (pipelab.Interleaved1F1B(4, 8), 0, []),
+    ],
+)
+def test_ways_and_slices_are_marked_on_the_page_and_in_what_it_saves(opened, schedule, marks, words, tmp_path):
+    trace = pipelab.simulate(schedule)
+    tab = opened(page.page(trace))
+    assert tab.locator(".legend .mark").all_text_contents() == words
+    assert tab.locator("path.way").count() == marks
+    if "slices" in "".join(words):
+        left, right = (tab.locator(f"[data-action='0F{m}']").bounding_box() for m in (0, 3))
+        bracket = tab.locator("path.way").first.bounding_box()
+        assert bracket["width"] == pytest.approx(right["x"] + right["width"] - left["x"], abs=4)
+    svg = ElementTree.fromstring(saved(tab, "svg", tmp_path).read_text())  # noqa: S314  # written by the page above
+    texts = [each.text for each in svg.iter() if each.tag.endswith("text")]
+    assert {*words, wording.idea(trace)} <= {*texts}
+    assert [each.get("class") for each in svg.iter()].count("arrow way") == marks
+
+
+def test_a_gather_has_its_stage_written_on_it(opened):
+    tab = opened(page.page(pipelab.simulate(pipelab.with_gathers(pipelab.LoopedBFS(2, 4), 1), Cost(gather=1))))
+    names = tab.locator("rect.move[data-move$=UNSHARD]").evaluate_all("all => all.map((each) => each.dataset.move)")
+    labels = tab.locator("rect.move + text").all_text_contents()
+    assert labels == [name.removesuffix("UNSHARD") for name in names]
+    assert len(labels) == 6
+    assert "of the stage in it" in tab.locator(".legend").inner_text()
 
 
 def test_rows_and_type_grow_with_the_window_and_presented_they_fill_it(tab):

@@ -77,6 +77,42 @@ def test_a_rank_limits_a_step_if_only_its_time_makes_the_step_longer(plan, cost,
     assert says in wording.caption(pipelab.simulate(plan, cost) if cost else pipelab.simulate(plan))
 
 
+class Mine(pipelab.OneFOneB):
+    """Says `what` it is. And
+    more.
+    """
+
+
+class Silent(pipelab.OneFOneB):
+    pass
+
+
+def test_an_idea_is_the_first_sentence_of_the_schedule_that_was_written_last_under_a_name():
+    def idea(plan):
+        return wording.idea(pipelab.simulate(plan))
+
+    fill = "Fill the pipe, then one backward for every new forward."
+    assert idea(OneFOneB(2, 2)) == idea(pipelab.replicate(OneFOneB(2, 2), 2)) == fill
+    assert (idea(Mine(2, 2)), idea(Silent(2, 2))) == ("Says what it is.", "")
+    assert idea(pipelab.Plan.parse("0F0 0B0")) == ""
+    theirs = type("Mine", (pipelab.Schedule,), {"actions": lambda self, rank: OneFOneB(2, 2).actions(rank)})
+    assert idea(theirs(2, 2)) == ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        (pipelab.DualPipe(4, 8), {0: (0, 1, 2, 3), 4: (3, 2, 1, 0)}),
+        (pipelab.ZBV(2, 4), {0: (0, 1, 1, 0)}),
+        (pipelab.LoopedBFS(2, 4), {}),  # from the last rank to the first is no turn
+        (pipelab.replicate(OneFOneB(2, 4), 2), {}),
+        (pipelab.Plan.parse("0F0 1F0 1B0 0B0; 2F0 3F0 3B0 2B0"), {}),
+    ],
+)
+def test_ways_are_those_of_which_one_goes_up(plan, found):
+    assert wording.ways(pipelab.simulate(plan)) == found
+
+
 def test_a_comparison_is_a_row_of_figures_for_each_trace():
     heads, row = wording.table(pipelab.compare(pipelab.simulate(OneFOneB(4, 8)), names=["1F1B"]))
     assert heads == ("name", "makespan", "bubble", "peak activations")

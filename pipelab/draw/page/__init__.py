@@ -81,8 +81,9 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
     else:
         title = wording.headline(shown)
-        comparison, subtitle = compare(shown, names=[title]), _subtitle(shown)
-    alone = len(comparison.traces) == 1
+        parts = wording.idea(shown), wording.caption(shown), wording.costs(shown)
+        comparison, subtitle = compare(shown, names=[title]), " ".join(filter(None, parts))
+    (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     moves = {move.action.kind for trace in comparison.traces for move in trace.moves}
     moved = {kind: each for kind, each in TRAITS.items() if kind in moves and each.channel and each.cost}
@@ -98,12 +99,13 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
         "legend": wording.legend(comparison.traces),
         "wait": f"{wording.WAIT}{wording.ARROW}",
+        "marks": wording.marks(comparison.traces),
         "letters": "".join(kind for kind in KINDS if kind in there),
         "view": "stack",
-        "diffs": [] if alone else _diffs(comparison),
+        "diffs": [differences.data(first, trace, (name, other)) for trace, other in others],
         "traces": [_trace(trace, name) for trace, name in zip(comparison.traces, comparison.names, strict=True)],
     }
-    return {"title": title, "subtitle": subtitle, "table": [] if alone else wording.table(comparison), "data": data}
+    return {"title": title, "subtitle": subtitle, "table": wording.table(comparison) if others else [], "data": data}
 
 
 def document(title: str, body: str) -> str:
@@ -139,7 +141,7 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
     parts = {
         "title": html.escape(shown["title"]),
         "subtitle": subtitle,
-        "style": _palette(kinds) + lean("".join(map(_file, sheets)), "css"),
+        "style": _palette(kinds, "alone" not in scripts) + lean("".join(map(_file, sheets)), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
         "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
@@ -155,12 +157,6 @@ def _gap(reason: Reason) -> dict[str, Any]:
     return {"hatch": colours.HATCHES[reason], "ground": ground, "waits": reason in WAITS}
 
 
-def _diffs(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return how each trace but the first differs from the first."""
-    (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
-    return [differences.data(first, trace, (name, other)) for trace, other in others]
-
-
 def _file(name: str) -> str:
     return (files("pipelab.draw.page") / name).read_text(encoding="utf-8")
 
@@ -168,7 +164,8 @@ def _file(name: str) -> str:
 def lean(source: str, kind: str) -> str:
     """Return a style sheet or script, `"css"` or `"js"`, without comments and most spaces: a sixth of a page."""
     source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", source)
-    return re.sub(_SPACED[kind], lambda found: found[1] or found[2] or found[0], source)
+    source = re.sub(_SPACED[kind], lambda found: found[1] or found[2] or found[0], source)
+    return re.sub(r"(?<=[;{,(}\[?:=+&|>)])\n|\n(?=[\]})?:.&|+*])", "", source) if kind == "js" else source
 
 
 def _script_safe(data: str) -> str:
@@ -182,7 +179,7 @@ def _coloured(data: dict[str, Any]) -> set[str]:
     return {kind for kind, each in TRAITS.items() if kind in data["kinds"] or (each.channel and moves)}
 
 
-def _palette(kinds: Container[str] = colours.PALETTE) -> str:
+def _palette(kinds: Container[str] = colours.PALETTE, compared: bool = False) -> str:
     """Return the colours as CSS variables: `--F0` and `--F1` for a rank's stages in turns, and inks on them."""
     pairs = [each for each in colours.PALETTE.items() if each[0] in kinds]
     lines = [f"--{kind}{at}:{colour};" for kind, pair in pairs for at, colour in enumerate(pair)]
@@ -190,7 +187,7 @@ def _palette(kinds: Container[str] = colours.PALETTE) -> str:
     for name, ground in (("idle", colours.REST), ("wait", colours.WAIT)):
         names = zip(("", "-lines", "-edge", "-ink"), ground, strict=True)
         lines += [f"--{name}{part}:{colour};" for part, colour in names]
-    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING)):
+    for name, palette in (("hue", colours.HUES), ("diff", colours.DIVERGING))[: 1 + compared]:
         lines += [f"--{name}{at}:{colour};--{name}{at}-ink:{colours.ink(colour)};" for at, colour in enumerate(palette)]
     return f":root{{{''.join(lines)}}}\n"
 
@@ -207,21 +204,18 @@ def _table(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"<tr>{line}</tr>" for line in lines)
 
 
-def _subtitle(trace: Trace) -> str:
-    """Return the caption of a trace, and its costs."""
-    return " ".join(filter(None, [wording.caption(trace), wording.costs(trace)]))
-
-
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
     An action's number is its code; `apart` is the way to the next micro-batch's. `directions` has, for each micro-
-    batch, the rank of its first stage; `moves`: see `_move`; `critical`: rank and number of each action on the
-    critical path. Each rank has its actions, see `_row`; `halves` are those that share a slot with the next. `idle`
-    has the reason of each idle time, which ends when the next action starts; if another idle time follows first, it
-    has `-1 - reason` and the length. In long lists, `[value, count]` is a run of a value.
+    batch, the rank of its first stage; `ways`, the first micro-batch of each way; `moves`: see `_move`; `critical`:
+    rank and number of each action on the critical path. Each rank has its actions, see `_row`; `halves` are those that
+    share a slot with the next. `idle` has the reason of each idle time, which ends when the next action starts; if
+    another idle time follows first, it has `-1 - reason` and the length. In long lists, `[value, count]` is a run of a
+    value.
     """
-    lanes, bound = Lanes(trace), trace.plan.bound
+    lanes, bound, moves = Lanes(trace), trace.plan.bound, set(trace.moves)
+    code = bound.codes.code
     # Seven digits are more than a screen shows and keep the file small.
     tick = 10.0 ** -max(0, 6 - math.floor(math.log10(trace.makespan))) if trace.makespan else 1.0
 
@@ -233,6 +227,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
     typical, idle = lanes.typical(range(trace.ranks)), _idle(trace, ticks)
     return {
         "name": wording.called(name),
+        "idea": wording.idea(trace),
         "caption": wording.caption(trace),
         "unit": wording.unit(trace),
         "tick": tick,
@@ -242,8 +237,10 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "namesStages": lanes.names_stages,
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
         "strips": len(lanes.strips),
+        "ways": [*wording.ways(trace)],
+        "sliced": wording.slices(trace),
         "moves": [_move(each, ticks([each.start, each.end]), lanes.strips) for each in trace.moves],
-        "critical": _places(trace),
+        "critical": [(event.rank, code(event.action)) for event in trace.critical_path if event not in moves],
         "ranks": [
             _row(found, rank, ticks(trace.starts[rank]), ticks(trace.ends[rank]), lags)
             | {
@@ -342,9 +339,3 @@ def _idle(trace: Trace, ticks: Callable[[Iterable[float]], list[int]]) -> list[l
             another = following is not None and following[1] == end
             listed.extend([-1 - reason, end - start] if another else [reason])
     return found
-
-
-def _places(trace: Trace) -> list[tuple[int, int]]:
-    """Return rank and number of every action on the critical path that is no move."""
-    code, moves = trace.plan.bound.codes.code, set(trace.moves)
-    return [(event.rank, code(event.action)) for event in trace.critical_path if event not in moves]

@@ -40,17 +40,9 @@ function column(order, list) {
 
 class Model {
   constructor(raw) {
-    Object.assign(this, {
-      title: raw.name,
-      caption: raw.caption,
-      unit: raw.unit,
-      span: raw.span * raw.tick,
-      tick: raw.tick,
-      typical: raw.typical,
-      strips: raw.strips,
-      namesStages: raw.namesStages,
-      directions: unpack(raw.directions),
-    });
+    const { caption, idea, unit, tick, typical, strips, namesStages, ways, sliced, apart } = raw;
+    Object.assign(this, { caption, idea, unit, tick, typical, strips, namesStages, ways, sliced, apart });
+    Object.assign(this, { title: raw.name, span: raw.span * tick, directions: unpack(raw.directions) });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.order.length, 0);
     this.lanes = raw.ranks.map(({ behind, busy, peak, lane }) => ({ behind, busy, peak, lane }));
     this.moves = raw.moves.map(([rank, start, end, name, kind, held, strip]) => {
@@ -162,6 +154,11 @@ class Model {
 
   name(place) {
     return `${this.stage[place]}${KINDS[this.kind[place]]}${this.collective(place) ? "" : this.microbatch[place]}`;
+  }
+
+  what(place) {
+    const of = this.collective(place) ? "" : ` of micro-batch ${this.microbatch[place]}`;
+    return `${WORDS[KINDS[this.kind[place]]]}${of} on stage ${this.stage[place]}`;
   }
 
   label(place) {

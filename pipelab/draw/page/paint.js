@@ -82,6 +82,7 @@ function svgPainter(group) {
         );
     },
     note: (x, y, text, attributes) => group.append(element("text", { x, y, ...attributes }, text)),
+    path: (d, colour, name) => group.append(element("path", { d, class: name, style: `stroke:var(${colour})` })),
     columns: (shares, columns, { y, height }, width, opacities) => {
       const wide = width / columns;
       const below = new Float64Array(columns);
@@ -241,6 +242,13 @@ class Pixels {
       context.rotate(-Math.PI / 2);
       context.fillText(text, 0, 0);
       context.restore();
+    });
+  }
+
+  path(d, colour) {
+    this.later.push((context) => {
+      Object.assign(context, { strokeStyle: css(colour), lineWidth: 1.25 });
+      context.stroke(new Path2D(d));
     });
   }
 

@@ -27,10 +27,8 @@ function sentence(model, { place, idle, range }) {
     return `from ${number(range.from)} to ${number(range.to)} (${length}): all ranks together ${sums.join(", ")}`;
   }
   if (idle) return `${idles(idle)}: ${idle.reason}`;
-  const m = model.microbatch[place],
-    of = m < 0 ? "" : ` of micro-batch ${m}`;
-  const what = `${model.name(place)}, ${WORDS[KINDS[model.kind[place]]]}${of} on stage ${model.stage[place]}`;
-  const when = `${number(model.start[place])} to ${number(model.end[place])}`;
+  const what = `${model.name(place)}, ${model.what(place)}`,
+    when = `${number(model.start[place])} to ${number(model.end[place])}`;
   return `${what}, rank ${model.rank[place]}, ${when}`;
 }
 
@@ -125,13 +123,8 @@ function explainAction(timeline, place) {
     list = tag("dl"),
     start = model.start[place],
     end = model.end[place];
-  const m = model.microbatch[place],
-    lane = model.lanes[model.rank[place]];
-  row(
-    list,
-    "what",
-    `${WORDS[KINDS[model.kind[place]]]}${m < 0 ? "" : ` of micro-batch ${m}`} on stage ${model.stage[place]}`,
-  );
+  const lane = model.lanes[model.rank[place]];
+  row(list, "what", model.what(place));
   row(list, "where", `rank ${model.rank[place]}${lane.lane ? ` (${lane.lane})` : ""}`);
   row(list, "when", `${number(start)} to ${number(end)} (${time(end - start, model.unit)})`);
   const last = model.waited(place);
@@ -362,6 +355,7 @@ function legend() {
     made.dataset.paint = "--memory";
     idle.push(made);
   }
+  idle.push(...data.marks.map((text) => tag("small", text, "mark")));
   const notes = {
     kind: "",
     "micro-batch": "colour: micro-batch, in turns of eight",

@@ -1,7 +1,7 @@
 // Timelines on paper, and as files: SVG and PNG as on the screen. Tables and traces are saved from Python.
 const BELOW = 44; // pixels below the lanes: ticks, their times, the unit
 const HEADS = 62; // pixels for the names of ranks
-const TITLE = 44; // pixels above each timeline of a picture: its name and its caption
+const TITLE = 60; // pixels above each timeline of a picture: its name, its idea and its caption
 const STYLE = [
   "text{font:12px system-ui,sans-serif}",
   ".label,.why,.axis-text{text-anchor:middle}",
@@ -9,6 +9,7 @@ const STYLE = [
   ".why,.held{font-size:11px}",
   ".axis-text.first{text-anchor:start}",
   ".thin{stroke:none}",
+  ".arrow{fill:none;stroke-width:1.25}",
 ].join("");
 
 // A whole timeline for paper, `width` pixels wide, in bands so long that a bar has room for its label.
@@ -28,21 +29,11 @@ function printed(line, width) {
   return sheets;
 }
 
-// A timeline that shows something else than what is on the screen.
-// Bars end at its edges.
+// A timeline that shows something else than what is on the screen. Bars end at its edges.
 function still(line, shown) {
-  const box = (...given) => {
-    const { x, y, width, height } = line.box.call(view, ...given),
-      left = Math.min(Math.max(x, 0), shown.width);
-    return { x: left, y, width: Math.max(0, Math.min(x + width, shown.width) - left), height };
-  };
-  const view = Object.create(
-    line,
-    Object.fromEntries(Object.entries({ ...shown, box }).map(([name, value]) => [name, { value }])),
-  );
-  return view;
+  const all = { ...shown, cut: (x) => Math.min(Math.max(x, 0), shown.width) };
+  return Object.create(line, Object.fromEntries(Object.entries(all).map(([name, value]) => [name, { value }])));
 }
-
 
 // Paint all that a timeline shows, with the names of its ranks and its axis; shares of time in so many columns.
 function lay(view, painter, columns) {
@@ -67,6 +58,8 @@ function lay(view, painter, columns) {
     y = view.height + 2;
   if (!view.crowded) view.bars(painter, view.ranges(from, to + (last ? 1e-9 : -1e-9) * view.span), width);
   if (view.strip) view.memory(painter);
+  view.signs(painter);
+  view.first(painter);
   painter.rect({ x: 0, y, width, height: 1 }, "--soft", 1, {});
   for (const [x, name] of view.ticks(from, to)) {
     painter.rect({ x: x - 0.5, y, width: 1, height: 5 }, "--soft", 1, {});
@@ -87,16 +80,19 @@ function views() {
   });
 }
 
+// What stands above a timeline, and how far.
+const headed = ({ title, idea, caption }) => Object.entries({ 43: title, 26: idea, 9: caption });
+
 // The legend, beside the unit of time.
 function named(painter, view) {
   let x = 110,
     y = view.height + 28;
-  for (const { dataset, textContent: text } of document.querySelectorAll(".legend [data-paint]")) {
+  for (const { dataset, textContent: text } of document.querySelectorAll(".legend :is([data-paint], .mark)")) {
     const box = { width: 16, height: 11 },
       ground = { wait: { ground: "wait" }, idle: GAPS.fill ?? GAPS.drain, transfer: GAPS.transfer }[dataset.paint];
     if (x + wide(text) + 22 > view.width) [x, y] = [110, y + 18];
     if (ground) painter.gap({ x, y, ...box }, ground, {});
-    else painter.rect({ x, y, ...box }, dataset.paint, 1, {});
+    else if (dataset.paint) painter.rect({ x, y, ...box }, dataset.paint, 1, {});
     painter.note(x + 22, y + 10, text, { class: "axis-name" });
     x += wide(text) + 40;
   }
@@ -117,7 +113,7 @@ function asSvg() {
   svg.append(element("rect", { x: -HEADS, width, height, style: "fill:var(--paper)" }));
   for (const { view, top } of all) {
     const group = element("g", { transform: `translate(0 ${top})`, style: "fill:var(--text)" });
-    for (const [up, text] of [[26, view.model.title], [9, view.model.caption]])
+    for (const [up, text] of headed(view.model))
       group.append(element("text", { x: 2 - HEADS, y: -up }, text));
     lay(view, svgPainter(group), Math.round(view.width));
     named(svgPainter(group), view);
@@ -148,8 +144,7 @@ function asPng() {
     pixels.end();
     context.drawImage(pixels.canvas, 0, 2 * top);
     Object.assign(context, { font: "24px system-ui, sans-serif", fillStyle: css("--text") });
-    context.fillText(view.model.title, 4, 2 * top - 52);
-    context.fillText(view.model.caption, 4, 2 * top - 18);
+    for (const [up, text] of headed(view.model)) context.fillText(text, 4, 2 * (top - up));
   }
   return new Promise((done) => canvas.toBlob(done));
 }
@@ -197,17 +192,11 @@ menu.addEventListener("keydown", (event) => {
 hooks.present = (on) => {
   const before = Boolean(look.fill);
   document.body.classList.toggle("present", on);
-  look.fill = on && fill;
+  look.fill = on;
   sized();
   redraw();
   return before;
 };
-
-function fill({ strip }) {
-  const rows = timelines.reduce((sum, each) => sum + each.rows.length, 0),
-    room = innerHeight - 95 * grow * (timelines.length + 1);
-  return Math.max(15, room / rows - strip);
-}
 
 const presenting = Object.assign(tag("button", "present"), { type: "button", onclick: () => hooks.present(true) });
 presenting.id = "present";

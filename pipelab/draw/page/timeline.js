@@ -34,7 +34,10 @@ class Timeline {
   build() {
     const { model } = this;
     const section = tag("section");
-    if (models.length > 1) section.append(tag("h2", model.title));
+    if (models.length > 1) {
+      section.append(tag("h2", model.title));
+      section.lastChild.append(tag("small", model.idea));
+    }
     section.append(ledgerOf(this));
     const grid = (this.grid = tag("div", "", "timeline"));
     this.gutter = tag("div", "", "gutter");
@@ -146,8 +149,9 @@ class Timeline {
   // Rows grow with the window.
   get lane() {
     const count = this.model.lanes.length,
-      usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow;
-    return Math.round(look.fill ? look.fill(this) : usual);
+      usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow,
+      room = (innerHeight - 95 * grow * (timelines.length + 1)) / timelines.flatMap((each) => each.rows).length;
+    return Math.round(look.fill ? Math.max(15, room - this.strip) : usual);
   }
   get left() {
     return this.scroller.scrollLeft;
@@ -234,7 +238,9 @@ class Timeline {
   box(start, end, rank, half) {
     const high = this.lane * 0.86;
     const y = this.rowOf[rank] * this.pitch + this.strip + this.lane * 0.07 + (half === 2 ? high / 2 : 0);
-    return { x: start * this.scale - this.left, y, width: (end - start) * this.scale, height: half ? high / 2 : high };
+    let [x, until] = [start * this.scale - this.left, end * this.scale - this.left];
+    if (this.cut) [x, until] = [x, until].map(this.cut);
+    return { x, y, width: until - x, height: half ? high / 2 : high };
   }
 
   colour(place) {
@@ -307,6 +313,7 @@ class Timeline {
     }
     if (look.memory || rise(this)) this.memory(painter);
     this.channels(painter, from, to);
+    this.signs(painter);
     pixels?.end();
     if (crowded !== this.crowded) this.hooks.crowded();
     this.mark = element("g");
@@ -439,7 +446,8 @@ class Timeline {
         width = Math.max(1.5, (end - start) * this.scale),
         box = { x: start * this.scale - this.left, y, width, height: CHANNEL - 3 };
       painter.rect(box, `--${kind}0`, look.hidden.has(kind) ? 0.25 : 1, { class: "move", "data-move": name });
-      if (width > 7 * name.length) painter.text(box, name, `--${kind}0-ink`, 1, { class: "label" }, this.width);
+      const text = kind === "UNSHARD" ? String(parseInt(name)) : name; // its stage
+      if (width > 7 * text.length) painter.text(box, text, `--${kind}0-ink`, 1, { class: "label" }, this.width);
     }
   }
 
@@ -484,6 +492,22 @@ class Timeline {
       painter.rect({ x: 0, y: up(data.cap), width: this.width, height: 1 }, "--need", 1, { class: "cap" });
       write(this.width, `cap ${data.cap}`);
     });
+  }
+
+  // What shows the schedule's idea: the ways of micro-batches through the ranks, and the slices of a sequence.
+  signs(painter) {
+    if (this.crowded || this.rows[0].band || look.critical || look.now !== null || look.view !== "stack") return;
+    const { model } = this,
+      { ways, sliced, apart, first, start, end, code } = model,
+      forward = (stage, m) => model.named(`${stage}F${m}`)[0];
+    for (const m of ways)
+      for (let s = 1; s < apart; s += 1) this.arrow(forward(s - 1, m), forward(s, m), "way", null, painter);
+    for (let rank = 0; sliced > 1 && rank < first.length - 1; rank += 1) {
+      const last = first[rank] + sliced - 1,
+        { x, y, width } = this.box(start[first[rank]], end[last], rank);
+      if (code[last] - code[first[rank]] === apart * (sliced - 1))
+        painter.path(`M${x + 1} ${y + 5}v-7h${width - 2}v7`, "--text", "arrow way");
+    }
   }
 
   // The times to write on an axis, each at its x.
@@ -566,13 +590,7 @@ class Timeline {
     if (this.hovered) box(this.hovered, "hovered");
     const range = this.spanning ?? this.chosen?.range;
     if (range) return box({ range }, "range");
-    if (!this.chosen) {
-      // Without a click: what the longest idle time waits for.
-      if (look.critical) return this.path();
-      const wait = !this.crowded && look.now === null && look.view === "stack" && this.model.longestWait;
-      if (wait && !this.shut(wait[0].rank)) this.arrow(wait[1], wait[2], "needs first", this.boxOf({ idle: wait[0] }));
-      return;
-    }
+    if (!this.chosen) return look.critical ? this.path() : this.first();
     const { place, idle } = this.chosen,
       { model } = this;
     if (idle) {
@@ -595,6 +613,12 @@ class Timeline {
     box(this.chosen, "chosen");
   }
 
+  // Without a click: what the longest idle time waits for.
+  first(painter) {
+    const wait = !this.crowded && look.now === null && look.view === "stack" && this.model.longestWait;
+    if (wait && !this.shut(wait[0].rank)) this.arrow(wait[1], wait[2], "needs", this.boxOf({ idle: wait[0] }), painter);
+  }
+
   // From each action of the critical path to the next on another rank.
   path() {
     const { critical, rank } = this.model;
@@ -611,18 +635,19 @@ class Timeline {
 
   // From the end of an action to the begin of another, or to the end of an idle time, by the edges that face each
   // other; on one rank, over it.
-  arrow(giver, needer, name, idle = null) {
+  arrow(giver, needer, name, idle = null, painter = svgPainter(this.mark)) {
     const from = this.boxOf({ place: giver }),
       to = idle ?? this.boxOf({ place: needer });
     const x1 = from.x + from.width - Math.min(8, from.width / 3),
       x2 = idle ? to.x + to.width - Math.min(8, to.width / 4) : to.x + Math.min(8, to.width / 3);
     if (Math.max(x1, x2) < -400 || Math.min(x1, x2) > this.width + 400) return;
     const down = Math.sign(to.y - from.y),
-      at = (box, way) => box.y + (way < 0 ? 0.2 : 0.8) * box.height;
-    const d = down
-      ? `M${x1} ${at(from, down)}L${x2} ${at(to, -down)}`
-      : `M${x1} ${from.y}C${x1} ${from.y - 12} ${x2} ${from.y - 12} ${x2} ${from.y}`;
-    this.mark.append(element("path", { class: `arrow ${name}`, d, "marker-end": `url(#${name.split(" ")[0]})` }));
+      [y1, y2] = [from.y + (down > 0 && from.height), to.y + (down < 0 && to.height)],
+      turn = down ? Math.atan2(y2 - y1, x2 - x1) : Math.PI / 2,
+      side = (by) => `M${x2} ${y2}l${-7 * Math.cos(turn + by)} ${-7 * Math.sin(turn + by)}`,
+      shaft = `M${x1} ${y1}${down ? "L" : `C${x1} ${y1 - 12} ${x2} ${y2 - 12} `}${x2} ${y2}`,
+      colour = { needs: "--need", gives: "--give" }[name] ?? "--text";
+    painter.path(shaft + side(0.45) + side(-0.45), colour, `arrow ${name}${idle ? " first" : ""}`);
   }
 
   // Scroll so that an action or an idle time is visible.

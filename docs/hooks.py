@@ -2,7 +2,7 @@
 
 A tutorial is a Python file in percent format (`# %%` starts a cell, `# %% [markdown]` one of text). So it is both a
 script, a notebook, a test and a page. The site runs each cell, shows its output below it, and offers the notebook for
-download, without outputs: its answers wait for predictions, as those of `pipelab tutorial` do.
+download, without outputs: its answers wait for predictions, as those of `pipelab tutorial` do. The script would not.
 """
 
 from __future__ import annotations
@@ -156,11 +156,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         code = source.read_text(encoding="utf-8")
         text, notebook, figures = rendered(source, code)
         files.append(File.generated(config, f"tutorials/{source.stem}.md", content=text))
-        made = {f"{source.stem}.ipynb": notebook, source.name: code, **figures}
-        for name, content in made.items():
-            # Named here, because `exclude_docs` leaves Python files out.
-            uri, there = f"tutorials/{name}", InclusionLevel.INCLUDED
-            files.append(File.generated(config, uri, content=content, inclusion=there))
+        for name, content in {f"{source.stem}.ipynb": notebook, **figures}.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=content))
     return files
 
 
@@ -247,14 +244,14 @@ def render(source: Path, code: str) -> tuple[str, str, Mapping[str, str]]:
 
 
 def _page(stem: str, blocks: Sequence[tuple[bool, str]]) -> str:
-    """Return a tutorial's page: runs of answers are folded, and its notebook and script are below the title."""
+    """Return a tutorial's page: runs of answers are folded, and its notebook is below the title."""
     parts = []
     for answer, run_of in groupby(blocks, key=itemgetter(0)):
         text = "\n\n".join(block for _, block in run_of)
         folded = f'<details class="answer" markdown="1"><summary>show the answer</summary>\n\n{text}\n\n</details>'
         parts.append(folded if answer else text)
     title, _, rest = "\n\n".join(parts).partition("\n")
-    links = f"[Notebook]({stem}.ipynb){{ download }} [Script]({stem}.py){{ download }}"
+    links = f"[Notebook]({stem}.ipynb){{ download }} In a terminal: `pipelab tutorial {stem}`"
     return f"{title}\n\n{links}\n{{ .downloads }}\n{rest}\n"
 
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.func import functional_call
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipelab.cli.believing import Watch
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
 from pipelab.errors import EngineError, RankError, counted
-from pipelab_course.figures import kernel_bytes
+from pipelab_course.figures import kernel_bytes, saved_by
 
 DROPPED = 5
 """How many steps are dropped before the first one that counts."""
@@ -308,20 +307,11 @@ def _emulated_step(
 
 def _devices_mb(plain: nn.Module, optimizer: torch.optim.SGD, parts: Sequence[Tensor], y: Tensor) -> Iterator[float]:
     """Yield what each emulated device holds, counted from tensors; device 0 has all targets, outputs, momenta too."""
-    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-    more = [y, torch.empty_like(y), torch.empty_like(y), *momenta]  # and all outputs, and their gradients
+    more = 3 * y.nbytes + sum(state["momentum_buffer"].nbytes for state in optimizer.state.values())  # outputs as y
+    both = 2 * sum(each.nbytes for each in plain.parameters())  # and their gradients
     for rows in parts:
-        held = [*more, *plain.parameters(), *(each.grad for each in plain.parameters() if each.grad is not None)]
-        with saved_tensors_hooks(partial(_kept, held), torch.Tensor.detach):
-            plain(rows if more else rows.clone())
-        storages = (each.untyped_storage() for each in held)
-        yield sum({each.data_ptr(): each.nbytes() for each in storages}.values()) / 1e6
-        more = []
-
-
-def _kept(held: list[Tensor], saved: Tensor) -> Tensor:
-    held.append(saved)
-    return saved
+        yield (more + both + saved_by(plain, rows if more else rows.clone())[0]) / 1e6
+        more = 0
 
 
 def _memory_mb(job: Job, device: torch.device, before: int) -> float:

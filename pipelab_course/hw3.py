@@ -31,7 +31,7 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import counted
 from pipelab.table import Column, Table
-from pipelab_course.figures import quoted
+from pipelab_course.figures import quoted, saved_by
 from pipelab_course.grading.emulated import Calls, emulated
 
 Row = Mapping[str, Any]
@@ -201,16 +201,8 @@ def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x
     """
     found: list[int] = []
     for stage, device in zip(stages, devices, strict=True):
-        parameters = {each.untyped_storage().data_ptr() for each in stage.parameters()}
-        saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
-
-        def pack(tensor: torch.Tensor, saved: dict[int, torch.UntypedStorage] = saved) -> torch.Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            x = stage(x.to(device)).detach()
-        found.append(sum(storage.nbytes() for address, storage in saved.items() if address not in parameters))
+        nbytes, x = saved_by(stage, x.to(device))
+        found.append(nbytes)
     return found
 
 

@@ -312,10 +312,10 @@ class _Named:
         return FIGURES[name](self.job)
 
 
-def _answers() -> dict[str, dict[str, str]]:
-    """Return how each claim's figure follows, and what can be learned; nothing without the teacher's folder."""
+def answers(name: str) -> dict[str, Any]:
+    """Return a teacher's answers to an assignment; nothing in a students' copy."""
     try:
-        return tomllib.loads(teacher("claims.toml").read_text(encoding="utf-8"))
+        return tomllib.loads(teacher(name).read_text(encoding="utf-8"))
     except UsageError:
         return {}
 
@@ -345,5 +345,5 @@ def _line(how: str, job: Hybrid) -> str:
 
 
 _GIVEN = tomllib.loads(files("pipelab_course").joinpath("claims.toml").read_text("utf-8"))["claim"]
-_KEY = _answers()
+_KEY = answers("claims.toml")
 CLAIMS = tuple(_claim(given | _KEY.get(given["about"], {})) for given in _GIVEN)

@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent
 TUTORIALS = _HERE / "tutorials" if (_HERE / "tutorials").is_dir() else _HERE.parent / "tutorials"
 """In a wheel they are inside the package, in the repository beside it."""
 _CODE: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []}
-_ASKS = re.compile(r"^(my_\w+) = None  # ([^:\n]+)", re.MULTILINE)
+_ASKS = re.compile(r"^(my_\w+) = None  # (.+)\n*", re.MULTILINE)
 _SAYS = re.compile(r"On this page (.+?\.) .*?It takes about (\d+) minutes, and you need (.+?) before it")
 
 
@@ -125,8 +125,8 @@ def _plain(text: str) -> str:
     return re.sub(r"\[([^]]+)\]\((?!http)[^)]*\)", r"\1", text)
 
 
-def _tell(name: str, ask: Callable[[str], str]) -> bool:
-    """Show a tutorial in the terminal, cell by cell; return whether it ends with an exercise."""
+def _tell(name: str, ask: Callable[[str], str]) -> None:
+    """Show a tutorial in the terminal, cell by cell."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(TUTORIALS / f"{name}.py")}
     console = Console()
     for number, cell in enumerate(_read(name)):
@@ -135,24 +135,22 @@ def _tell(name: str, ask: Callable[[str], str]) -> bool:
                 ask("\n[Enter goes on] ")
             console.print("", Markdown(_plain(cell.source)), "")
             continue
-        asked = _ASKS.findall(cell.source)
-        if not asked:
-            console.print("", Syntax(cell.source, "python", background_color="default", word_wrap=True), "")
+        if shown := _ASKS.sub("", cell.source):
+            console.print("", Syntax(shown, "python", background_color="default", word_wrap=True), "")
         value = run(cell.source, f"{name}.py, cell {number}", names)
         if value is not None:
-            echo(str(value))
-        for variable, unit in asked:
-            names[variable] = ask(f"\nYour prediction, {unit.strip()} (only Enter: no guess): ") or "nothing"
-    return "reaches_par" in names
+            echo("(a picture: the notebook and the site show it)" if hasattr(value, "savefig") else str(value))
+        for variable, unit in _ASKS.findall(cell.source):
+            names[variable] = ask(f"\nYour prediction, {unit} (only Enter: no guess): ") or "nothing"
 
 
 def _list() -> None:
     """Print what each tutorial is about, after those that it needs."""
-    texts = {each.stem: " ".join(cell.source for cell in _read(each.stem)) for each in sorted(TUTORIALS.glob("*.py"))}
-    told = {name: found.groups() for name, text in texts.items() if (found := _SAYS.search(" ".join(text.split())))}
-    needed = {name: re.findall(r"\((\w+)\.md", before) for name, (_, _, before) in told.items()}
+    texts = {path.stem: " ".join(path.read_text("utf-8").replace("\n#", "").split()) for path in TUTORIALS.glob("*.py")}
+    said = {name: _SAYS.findall(text)[0] for name, text in sorted(texts.items())}
+    needed = {name: re.findall(r"\((\w+)\.md", before) for name, (_, _, before) in said.items()}
     for name in TopologicalSorter(needed).static_order():
-        say(f"{name}, {told[name][1]} minutes: {told[name][0].replace('*', '')}")
+        say(f"{name}, {said[name][1]} minutes: {said[name][0].replace('*', '')}")
 
 
 def _open(name: str) -> None:
@@ -189,21 +187,12 @@ def tutorial(
         return
     if not (TUTORIALS / f"{name}.py").is_file():
         raise UsageError(f"there is no tutorial {name!r}\n  try: pipelab tutorial, which lists them")
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if as_notebook or (as_notebook is None and terminal and not answers and _jupyter()):
+    if as_notebook or (as_notebook is None and sys.stdin.isatty() and not answers and _jupyter()):
         _open(name)
         return
-    if not answers and not terminal:
-        raise UsageError(
-            "a tutorial asks for predictions, and this is not a terminal\n"
-            f"  try: pipelab tutorial {name} --answers, which asks nothing; or --notebook, which writes {name}.ipynb"
-        )
-    path = Path(f"{name}.py")
     try:
-        exercise = _tell(name, (lambda _: "") if answers else input)
-        if exercise and not answers and not path.exists() and typer.confirm(f"Write {path} here, for the exercise?"):
-            wrote(files.write(path, files.read_text(TUTORIALS / path)))
-            say(f"The exercise is at its end; python {path} says how far your answer is from par.")
-    except (KeyboardInterrupt, EOFError, typer.Abort):
-        say(f"\nStopped. To begin again: pipelab tutorial {name}")
+        _tell(name, (lambda _: "") if answers else input)
+        say(f"For the exercise, copy {TUTORIALS / name}.py: run as a script, it says how far your answer is from par.")
+    except (KeyboardInterrupt, EOFError):
+        say(f"\nStopped. To begin again: pipelab tutorial {name}; --answers asks nothing, --notebook writes a notebook")
         raise typer.Exit(1) from None

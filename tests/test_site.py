@@ -50,7 +50,7 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_waits() -> None:
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
     page, written, _ = hooks["render"](Path("small.py"), TUTORIAL)
 
-    assert page.startswith("# A title\n\n[Notebook](small.ipynb){ download } [Script](small.py){ download }\n")
+    assert page.startswith("# A title\n\n[Notebook](small.ipynb){ download } In a terminal: `pipelab tutorial small`\n")
     before, folded, after = (page.split("<details", 1)[0], *page.split("<details", 1)[1].split("</details>"))
     assert "question" in before
     assert "Because." not in before + after
@@ -63,16 +63,6 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_waits() -> None:
     assert [cell.cell_type for cell in book.cells] == ["markdown", "code", "code", "code"]
     assert 'show_answer("small", 0, ' in book.cells[2].source
     assert not any(cell.outputs for cell in book.cells[1:])
-
-
-def test_pages_without_a_built_site_show_no_raw_marks_and_include_what_they_name() -> None:
-    folder = runpy.run_path(str(ROOT / "docs" / "unbuilt.py"))["pages"]()
-    pages = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
-    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= set(pages)
-    assert [name for name, page in pages.items() if re.search(r"--8&lt;--|--8<--|<!-- |\{ ?[.#]\w", page)] == []
-    assert "class OneFOneB(pipelab.Schedule)" in pages["index.html"]  # of the README
-    assert "torch.distributed" in pages["processes.html"]  # of docs/train.py
-    assert 'href="how_to/read_the_picture.html"' in pages["index.html"]
 
 
 def test_teachs_table_says_what_each_tutorial_says_itself() -> None:

@@ -24,9 +24,6 @@ from pipelab import B, F, U
 P = 4  # ranks
 cost = pipelab.Cost(forward=1, backward=2)
 endless = pipelab.simulate(pipelab.PipeDream(P, 8), pipelab.Cost(forward=1, backward=2, update=0.5))
-print(endless)
-
-# %%
 pipelab.compare(pipelab.simulate(pipelab.OneFOneB(P, 8), cost), endless, names=["1F1B", "PipeDream"])
 
 # %% [markdown]

@@ -15,9 +15,6 @@ import pipelab
 P, M = 4, 8  # ranks and micro-batches
 cost = pipelab.Cost(forward=1, backward=2)
 gpipe = pipelab.simulate(pipelab.GPipe(ranks=P, microbatches=M), cost)
-print(gpipe)
-
-# %%
 gpipe
 
 # %% [markdown]
@@ -54,7 +51,7 @@ for rank in range(P):
 # long does each rank *wait*?
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 longer = pipelab.simulate(pipelab.GPipe(ranks=P, microbatches=16), cost)

@@ -91,7 +91,7 @@ assert ForwardsFirst(4, 8).plan() == pipelab.GPipe(4, 8).plan()  # pipelab has i
 # One at a time takes 96 units. How long does this take? No order takes less than 24, the work of one rank.
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 gpipe = pipelab.simulate(ForwardsFirst(ranks=4, microbatches=8), cost)

@@ -26,7 +26,7 @@ far = pipelab.Cost(forward=1, backward=2, latency=0.5)  # each value arrives hal
 # GPipe take?
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 gpipe = pipelab.simulate(pipelab.GPipe(P, M), far)

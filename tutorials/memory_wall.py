@@ -48,7 +48,7 @@ assert str(faults[0].action) == "0F4"
 # ranks. When can rank 0 begin the *backward* of micro-batch 0, at the earliest?
 
 # %%
-my_prediction = None  # the time: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 one_f_one_b = pipelab.simulate(pipelab.OneFOneB(P, M), cost)

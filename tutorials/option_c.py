@@ -43,7 +43,7 @@ assert pipelab.check(SingleLoop(ranks=2, microbatches=8)) == []
 # the single loop take?
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 loop = pipelab.simulate(SingleLoop(ranks=2, microbatches=8), cost)

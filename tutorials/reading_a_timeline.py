@@ -28,7 +28,7 @@ rows = torch.ones(8, 1)
 with pipelab.Pipeline(stages, pipelab.OneFOneB(4, 8), torch.nn.functional.mse_loss, devices=["cpu"] * 4) as pipe:
     pipe.step(rows, rows)  # the first step warms up
     measured = pipe.step(rows, rows).trace
-measured
+print(f"{measured.makespan:.0f} ms")
 
 # %% [markdown]
 # With 1 and 2 units, [Your first schedule](first_schedule.md) simulated this order: 33 units. Here a unit is 10 ms, so
@@ -36,7 +36,7 @@ measured
 #
 # ## Predict: does the slow rank wait?
 #
-# Its bars are longer, and the line above the picture names it. Does it wait more than the others, or less?
+# Does the rank with the slow stage wait more than the others, or less?
 
 # %%
 my_prediction = None  # more or less
@@ -56,7 +56,11 @@ assert idle.index(min(idle)) == SLOW
 
 # %% [markdown]
 # ## Why does this rank wait, now?
-#
+
+# %%
+measured
+
+# %% [markdown]
 # Rank 0 waits for its gradients, for instance before [`0B3`](#s=0:0B3.0). For one moment of one rank, `why` follows the
 # chain back to its root:
 

@@ -66,8 +66,8 @@ for count in range(P + 1):
 # %% [markdown]
 # ## A part of a stage
 #
-# A stage has several layers, say eight, and each can recompute or not. If k of rank r's layers do, its backward takes 2
-# + k/8. In 1F1B it has P - r micro-batches in flight, so it holds (in activations of a stage, as in [The memory
+# A stage has several layers, say eight, and each can recompute or not. If k of rank r's layers do, its backward takes
+# 2 + k/8. In 1F1B it has P - r micro-batches in flight, so it holds (in activations of a stage, as in [The memory
 # wall](memory_wall.md))
 #
 # (P - r) × ((8 - k) + k/17) / 8, and one layer that is being computed again: 16/17 of 1/8 more

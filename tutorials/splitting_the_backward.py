@@ -67,7 +67,7 @@ class OnlySplit(pipelab.Schedule):
 
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 only_split = pipelab.simulate(OnlySplit(P, M), cost)
@@ -102,9 +102,9 @@ zb_h1 = pipelab.simulate(pipelab.ZBH1(P, M), cost)
 zb_h1
 
 # %% [markdown]
-# 27 units. Each rank waits for 3 of them: rank r waits r units [until its first input comes](#s=0:idle.3.0), and P - 1
-# - r [for its first gradient](#s=0:idle.0.4). No order of these actions is quicker. The last rank cannot begin before 3
-# units have passed, and then has 24 units of work.
+# 27 units. Each rank waits for 3 of them: rank r waits r units [until its first input comes](#s=0:idle.3.0), and
+# P - 1 - r [for its first gradient](#s=0:idle.0.4). No order of these actions is quicker. The last rank cannot begin
+# before 3 units have passed, and then has 24 units of work.
 
 # %%
 for rank in range(P):
@@ -147,7 +147,7 @@ assert zb_h1.peak_activations == (4, 4, 4, 4)
 # and weight gradients put off for longer. The paper reports that its bubble is zero. How long is the step?
 
 # %%
-my_second_prediction = None  # units: write your number here
+my_second_prediction = None  # units
 
 # %% tags=["answer"]
 zb_h2 = pipelab.simulate(pipelab.ZBH2(P, M), cost)

@@ -18,7 +18,7 @@
 #
 # A micro-batch's activation on stage 0 lives long: it is needed until the very last backward. On stage 7 it is needed
 # only briefly. Folded, each rank has one of the long ones and one of the short ones, and together they live as long on
-# every rank. This is **ZB-V** (Qi et al. 2023, section 6), with split backwards:
+# every rank. This is **ZB-V** (Qi et al. 2023, section 6), with split backwards. Here is one micro-batch:
 
 # %%
 import pipelab
@@ -26,7 +26,7 @@ from pipelab import B, F
 
 P, M = 4, 8  # ranks and micro-batches
 zbv = pipelab.simulate(pipelab.ZBV(P, M))
-zbv
+pipelab.simulate(pipelab.ZBV(P, 1))
 
 # %% [markdown]
 # Costs are the same as before: a rank's share of the model takes 1 unit for a forward, 1 for `I` and 1 for `W`, so each
@@ -51,6 +51,9 @@ for schedule in (pipelab.OneFOneB(P, M), pipelab.ZBH2(P, M), pipelab.ZBV(P, M)):
 assert zbv.spans == (24, 24, 24, 24)
 assert tuple(peak / 2 for peak in zbv.peak_activations) == (4, 4, 4, 4)
 assert (zbv.makespan, pipelab.simulate(pipelab.ZBH2(P, M)).makespan) == (25.5, 27)
+
+# %% tags=["answer"]
+zbv
 
 # %% [markdown] tags=["answer"]
 # Four, as much as 1F1B's first rank, and little more than half of ZB-H2's. And the step is shorter than ZB-H2's 27
@@ -97,7 +100,6 @@ def legs(ranks, speed=1, pause=0):
 block = legs(P)
 print("each rank holds", block.peaks, "halves")
 v_min = pipelab.simulate(block.plan(M, "V-Min"))
-v_min
 
 # %%
 for ranks in (4, 5, 6, 8, 9):
@@ -122,6 +124,9 @@ my_second_prediction = None  # units
 print(f"predicted {my_second_prediction}, computed {v_min.makespan:g} units, holds {v_min.peak_activations} halves")
 assert v_min.peak_activations == (4, 4, 4, 4)
 assert v_min.makespan == 29.5
+
+# %% tags=["answer"]
+v_min
 
 # %% [markdown] tags=["answer"]
 # Half of the memory on four ranks, a third on many, and three and a half units less. But before you throw 1F1B away,

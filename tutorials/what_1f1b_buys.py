@@ -26,7 +26,7 @@ print(gpipe.ledger)
 # gradient. In 1F1B it runs its first backward much earlier, at 10 and not at 17. So how long does rank 0 wait in 1F1B?
 
 # %%
-my_prediction = None  # units: write your number here
+my_prediction = None  # units
 
 # %% tags=["answer"]
 one_f_one_b = pipelab.simulate(pipelab.OneFOneB(P, M), cost)

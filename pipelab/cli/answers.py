@@ -103,11 +103,6 @@ def optimum(
     It says whether the order is proven to be the quickest.
     """
     require_writable(save, TIMELINE)
-    if times.transport != "buffered":
-        raise UsageError(
-            f"--transport {times.transport}: optimum counts with transfers that do not wait for each other\n"
-            "  try: without --transport; pipelab simulate shows the plan that --save plan.csv writes on any transport"
-        )
     best = pipelab.optimum(untimed(sizes.find(target)), times.cost(), memory_cap=memory_cap, seconds=seconds)
     echo(text.timeline(best.trace))
     unit = wording.unit(best.trace)
@@ -119,7 +114,7 @@ def optimum(
             f"and this one at most {wording.percent(best.gap)} more. More --seconds may find a better one."
         )
     for path in save or []:
-        wrote(save_timeline(best.trace, path, times))
+        wrote(save_timeline(best.trace, path))
 
 
 def layout(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import shlex
 import sys
 import warnings
@@ -46,6 +45,7 @@ from pipelab.cli.options import (
     Times,
     TransportWord,
     Width,
+    WiredTimes,
     grouped,
     untimed,
 )
@@ -166,7 +166,7 @@ def check(
 
 @app.command(name="simulate")
 @grouped
-def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = None) -> None:
+def simulate_command(target: Target, sizes: Sizes, times: WiredTimes, save: Save = None) -> None:
     """Print a schedule's timeline, its bubble and its memory."""
     require_writable(save, TIMELINE)
     trace = times.simulated(untimed(sizes.find(target)))
@@ -180,7 +180,7 @@ def simulate_command(target: Target, sizes: Sizes, times: Times, save: Save = No
 def draw(
     target: Target,
     sizes: Sizes,
-    times: Times,
+    times: WiredTimes,
     save: Annotated[
         list[Path] | None,
         typer.Option(
@@ -251,7 +251,7 @@ def export_chakra(
 def compare(
     targets: Targets,
     sizes: Sizes,
-    times: Times,
+    times: WiredTimes,
     save: SaveComparison = None,
     bound: Annotated[bool, typer.Option("--bound", help="how far each is above any order of its actions")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="of two: why the second takes longer, action by action")] = False,
@@ -429,10 +429,10 @@ def docs(
     """
     package = Path(pipelab.__file__).parent
     built = [folder for folder in (package / "site", package.parent / "site") if (folder / "index.html").is_file()]
-    if not built and (unbuilt := package.parent / "docs" / "unbuilt.py").is_file():  # a copy of the repository
-        built = [runpy.run_path(str(unbuilt))["pages"]()]
     if not built:
-        raise UsageError("the documentation is not built\n  try: make site in pipelab's folder, then pipelab docs")
+        raise UsageError(
+            "the site is not built\n  try: make site in pipelab's folder, then pipelab docs; or read README.md"
+        )
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Quiet, directory=str(built[0])))
     except OSError as error:

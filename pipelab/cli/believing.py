@@ -16,8 +16,8 @@ LEGEND = (
 """What the mark of a figure that is not believed means."""
 
 BUSY = (
-    "The machine is busy: every measured time has a *, so none is reliable. Close other programs and measure again, or "
-    "trust the predicted figures."
+    "The machine is busy: no time with a * is reliable. Close other programs and measure again, or trust the predicted "
+    "figures."
 )
 """What is said instead if none is believed."""
 

@@ -65,7 +65,7 @@ PostingOrder = Annotated[
 TransportWord = Annotated[
     Transport, typer.Option("--transport", help="which sends and receives wait for each other; see the page The wire")
 ]
-_Costs = Annotated[
+Costs = Annotated[
     list[str] | None,
     typer.Option(
         "--cost", help="name=value, another cost, such as --cost 'forward=[1, 2]' or --cost per=stage; repeatable"
@@ -153,10 +153,8 @@ class Times:
     forward: Annotated[float, typer.Option("--forward", "-f", help="time of a forward")] = 1
     backward: Annotated[float, typer.Option("--backward", "-b", help="time of a backward")] = 2
     latency: Annotated[float, typer.Option(help="time of a transfer between ranks")] = 0
-    order: PostingOrder = "pytorch"
-    transport: TransportWord = "buffered"
     unit: Annotated[str, typer.Option(help="the unit of these times, for labels")] = ""
-    costs: _Costs = None
+    costs: Costs = None
 
     def cost(self) -> Cost:
         """Return the cost that the options describe; `--cost` overrides the others."""
@@ -170,7 +168,7 @@ class Times:
 
     def traces(self, subjects: Sequence[Schedule | Plan | Trace], targets: Sequence[str]) -> list[Trace]:
         """Return saved traces unchanged, and simulate schedules and plans."""
-        if self != Times() and all(isinstance(subject, Trace) for subject in subjects):
+        if self != type(self)() and all(isinstance(subject, Trace) for subject in subjects):
             raise UsageError(
                 f"{' and '.join(targets)}: a trace has its own times; leave out the options for times and costs"
             )
@@ -178,7 +176,7 @@ class Times:
 
     def simulated(self, subject: Schedule | Plan, cost: Cost | None = None) -> Trace:
         """Return when everything would happen, with these costs or others."""
-        return simulate(subject, cost or self.cost(), order=self.order, transport=self.transport)
+        return simulate(subject, cost or self.cost())
 
     def uneven(self, plans: Sequence[Plan]) -> str:
         """Return a warning if only some of the plans split backwards and `I` and `W` do not add up to `B`."""
@@ -195,6 +193,18 @@ class Times:
                     "the backward. For a fair comparison, make backward the sum of both."
                 )
         return ""
+
+
+@dataclass(frozen=True)
+class WiredTimes(Times):
+    """Times, and which sends and receives wait for each other."""
+
+    order: PostingOrder = "pytorch"
+    transport: TransportWord = "buffered"
+
+    def simulated(self, subject: Schedule | Plan, cost: Cost | None = None) -> Trace:
+        """Return when everything would happen on this wire."""
+        return simulate(subject, cost or self.cost(), order=self.order, transport=self.transport)
 
 
 def _replicated(subject: Schedule | Plan | Trace, replicas: int) -> Schedule | Plan | Trace:

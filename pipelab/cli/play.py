@@ -175,7 +175,7 @@ def _picture(target: str, sizes: Sizes, times: Times) -> str:
 
 
 def _page(subject: Schedule | Plan, times: Times) -> str:
-    faults = check(subject, order=times.order, transport=times.transport)
+    faults = check(subject)
     if not faults:
         return page(times.simulated(subject))
     if faults.plan is not None and find_spec("matplotlib"):

@@ -28,7 +28,7 @@ from pipelab.trace.diff import Diff
 from pipelab.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from pipelab.cli.options import Times
+    from pipelab.cli.options import WiredTimes
 
 _LAYOUT = "\n\t"
 """The control characters that messages and tables are laid out with."""
@@ -77,11 +77,11 @@ def echo(shown: str, error: bool = False) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def save_timeline(trace: Trace, path: Path, times: Times, width: str | None = None) -> Path:
+def save_timeline(trace: Trace, path: Path, times: WiredTimes | None = None, width: str | None = None) -> Path:
     """Write a trace; or as `csv` its plan in PyTorch's notation, with sends and receives if the options order them."""
     if path.suffix.lower() != ".csv" or path.name.lower().endswith(".events.csv"):
         return draw.save(draw.TRACE, trace, path, width)
-    if (times.order, times.transport) == ("pytorch", "buffered"):
+    if times is None or (times.order, times.transport) == ("pytorch", "buffered"):
         return trace.plan.to_csv(path)
     return lower(trace.plan, times.cost(), order=times.order, transport=times.transport).to_csv(path)
 

@@ -17,6 +17,7 @@ from pipelab.cli.demo import Plain, Setting, Trained, emulate, train_plainly, tr
 from pipelab.cli.measuring import why_slow
 from pipelab.cli.printing import wrote
 from pipelab.draw.wording import columns
+from pipelab.errors import counted
 from pipelab.files import require_writable
 from pipelab.simulation.clock import simulate
 from pipelab.simulation.comparison import compare
@@ -45,8 +46,7 @@ def show_demo(folder: Path, steps: int) -> None:
         plain = train_plainly(setting, lambda: progress.advance(task))
         if not believable(1, None, plain.others):
             progress.console.print(
-                f"Other programs use {plain.others:.0%} of the processor. The demo waits for them, which takes longer "
-                "than a minute.\n"
+                f"Other programs use {plain.others:.0%} of the processor, so the demo takes longer than a minute.\n"
             )
         trained: list[Trained] = []
         for name in _TRAINED:
@@ -57,50 +57,40 @@ def show_demo(folder: Path, steps: int) -> None:
             progress.update(task, description=f"four emulated devices, {name}")
             emulations[name] = emulate(name)
             progress.advance(task, 4)
-        tables = [columns(_training_table(setting, plain, trained), 80), columns(_emulation_table(emulations), 80)]
-    console.print("[bold]Real training on this machine[/]")
-    console.print("\n".join(tables[0]), highlight=False, markup=False)
-    console.print(
-        "\n[dim]plain: one thread runs the same micro-batches in turn. speed-up: plain's step time "
-        "divided by the schedule's; naive has one rank at work at a time, so it gains nothing. pred.: predicted from "
-        "plain's step time and naive's action times. peak: micro-batches whose activations a rank holds at any "
-        "time.[/]\n"
-    )
-    console.print(
-        f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters are "
-        f"the same after {steps} steps, bit for bit.\n"
-        if all(each.same for each in trained)
-        else "[bold]The losses or parameters differ from plain training's: a bug in pipelab, please report it.[/]\n"
-    )
-    console.print(
-        f"[dim]Without a pipeline, the whole batch at once takes {plain.whole_batch_ms:.0f} ms a step on "
-        f"{plain.cores} processor thread{'s' if plain.cores > 1 else ''}, which the ranks above share. Pipelines pay "
-        "off when each rank has its own device, as in the next table: four emulated devices, 20 ms forward and 40 ms "
-        "backward.[/]\n"
-    )
-    console.print("[bold]Four emulated devices, 8 micro-batches[/]")
-    console.print("\n".join(tables[1]), highlight=False, markup=False)
-    _say_what_holds(console, tables, trained, setting.ranks)
+        training = _training_table(setting, plain, trained)
+        tables = [columns(training, 80), columns(_emulation_table(emulations), 80)]
+    learned = "[bold]The losses or parameters differ from plain training's: a bug in pipelab, please report it.[/]"
+    if all(each.same for each in trained):
+        learned = (
+            f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters "
+            f"are the same after {steps} steps, bit for bit."
+        )
+    real, four = map("\n".join, tables)
+    parts = [
+        f"[bold]Real training on this machine[/]\n{real}\n\n[dim]plain: one thread runs the same micro-batches in "
+        "turn. speed-up: plain's step time divided by the schedule's; naive has one rank at work at a time: it gains "
+        "nothing. pred.: predicted from plain's step time and naive's action times. peak: micro-batches whose "
+        f"activations a rank holds at any time.[/]\n\n{learned}\n\n[dim]Without a pipeline, the whole batch at once "
+        f"takes {plain.whole_batch_ms:.0f} ms a step on {counted(plain.cores, 'processor thread')}, which the ranks "
+        "share. Pipelines pay off when each rank has its own device, as on the four emulated devices.[/]\n",
+        f"[bold]Four emulated devices, 20 ms forward and 40 ms backward, 8 micro-batches[/]\n{four}\n\nGPipe and 1F1B "
+        "have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is nearly as slow "
+        "as naive.\n",
+    ]
+    busy = all("*" in row[1] for row in training[1:])
+    for part in reversed(parts) if busy else parts:  # what can be trusted comes first
+        console.print(part, highlight=False)
+    share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
+    if busy or "*" in real + four:
+        console.print(f"{BUSY if busy else LEGEND}\n", markup=False, highlight=False)
+    if not busy and (why := why_slow(setting.ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower)):
+        console.print(f"Real training: {why}\n", markup=False, highlight=False)
     for path in _save(folder, trained, emulations, tables):
         wrote(path)
     console.print(
-        f"\nOpen {folder / 'four-devices.html'} first. Then write your own schedule: README.md shows how, and "
+        f"Open {folder / 'four-devices.html'} first. Then write your own schedule: README.md shows how, and "
         "`pipelab check my_file.py` explains what is wrong with it."
     )
-
-
-def _say_what_holds(console: Console, tables: Sequence[list[str]], trained: Sequence[Trained], ranks: int) -> None:
-    """Print what the tables show, which of their times are not reliable, and why a pipeline was slow."""
-    console.print(
-        "\nGPipe and 1F1B have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is "
-        "nearly as slow as naive.\n"
-    )
-    if "*" in str(tables):
-        times = [words[1] for words in map(str.split, tables[0] + tables[1]) if words and words[0] in schedules]
-        console.print(f"{BUSY if all('*' in time for time in times) else LEGEND}\n", markup=False, highlight=False)
-    share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
-    if why := why_slow(ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower):
-        console.print(f"The first table: {why}\n", markup=False, highlight=False)
 
 
 def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> list[tuple[str, ...]]:

@@ -14,54 +14,21 @@ from typing import Annotated, Any
 import typer
 
 from pipelab import files
-from pipelab.cli.options import Times, grouped
+from pipelab.cli.options import Costs, Times
 from pipelab.cli.printing import echo, folded, print_and_save, require_writable, wrote
 from pipelab.cli.targets import settings
 from pipelab.errors import PipelabError, UsageError, clean
 from pipelab.simulation.cost import Cost
-from pipelab_course.commands import finished
+from pipelab_course.commands import STUDENTS, finished
 from pipelab_course.grading import report
 from pipelab_course.grading.runner import Limits, Submission, grade, sandbox, submissions
 from pipelab_course.grading.tasks import HOMEWORKS, Assignment, Grade
 
-_Par = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="name=number: what a good schedule reaches, as par in golf. Up to it, all points; above it, points x par "
-        "/ found. Names: makespan, peak (micro-batches held by the fullest rank), bubble; repeatable"
-    ),
-]
-_Json = Annotated[Path | None, typer.Option("--json", help="write everything about the grade, or the grades, as JSON")]
-_Gradescope = Annotated[
-    Path | None,
-    typer.Option(help="write Gradescope's results.json into this folder; without a target, its autograder.zip"),
-]
-_Classroom = Annotated[
-    Path | None,
-    typer.Option("--classroom50", help="write Classroom 50's result.json to this file; a failed grade exits with 0"),
-]
-_Tables = Annotated[
-    list[Path] | None, typer.Option("--save", "-o", help="write a table of the grades: csv txt md; repeatable")
-]
+_teachers = partial(typer.Option, hidden=STUDENTS)
+"""An option that the help of a students' copy leaves out."""
 
 
-def _help(context: typer.Context, option: typer.CallbackParam, wanted: bool) -> None:
-    """Show the options that students need, or all."""
-    if wanted:
-        for each in context.command.params:
-            students = ("targets", "variant", "par", "ranks", "microbatches", "json", "short", "whole")
-            each.hidden = option.name == "short" and each.name not in students  # type: ignore[attr-defined]
-        echo(context.get_help())
-        raise typer.Exit
-
-
-_Short = Annotated[bool, typer.Option("--help", callback=_help, is_eager=True, help="show this, and exit")]
-_Whole = Annotated[bool, typer.Option("--help-all", callback=_help, is_eager=True, help="show teachers' options too")]
-
-
-@grouped
 def grade_command(
-    times: Times,
     targets: Annotated[
         list[str] | None,
         typer.Argument(
@@ -71,27 +38,37 @@ def grade_command(
             show_default=False,
         ),
     ] = None,
-    marks: Annotated[
-        Path | None, typer.Option(help="a TOML file with other points, as printed without a target")
+    par: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="name=number: what a good schedule reaches, as par in golf. Up to it, all points; above it, points x "
+            "par / found. Names: makespan, peak (micro-batches held by the fullest rank), bubble; repeatable"
+        ),
     ] = None,
-    par: _Par = None,
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="the schedule's size that the pars are for")] = 4,
     microbatches: Annotated[
         int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
     ] = 8,
-    seed: Annotated[int, typer.Option(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
+    costs: Costs = None,
     variant: Annotated[str, typer.Option(help="homework 4 with the numbers of this name, as in lab hw4")] = "",
+    json: Annotated[Path | None, typer.Option(help="write everything about the grade, or the grades, as JSON")] = None,
+    marks: Annotated[Path | None, _teachers(help="a TOML file with other points, as printed without a target")] = None,
+    seed: Annotated[int, _teachers(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
     seconds: Annotated[
-        float | None, typer.Option(min=0.1, help="time for each submission; default 5, for homework 1 30")
+        float | None, _teachers(min=0.1, help="time for each submission; default 5, for homework 1 30")
     ] = None,
-    memory: Annotated[int, typer.Option(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
-    workers: Annotated[int, typer.Option(min=1, help="submissions of a folder that run at the same time")] = 2,
-    json: _Json = None,
-    gradescope: _Gradescope = None,
-    classroom50: _Classroom = None,
-    save: _Tables = None,
-    short: _Short = False,  # noqa: ARG001 - its callback acts
-    whole: _Whole = False,  # noqa: ARG001
+    memory: Annotated[int, _teachers(min=64, help="megabytes for each submission, beside PyTorch's")] = 1024,
+    workers: Annotated[int, _teachers(min=1, help="submissions of a folder that run at the same time")] = 2,
+    gradescope: Annotated[
+        Path | None,
+        _teachers(help="write Gradescope's results.json into this folder; without a target, its autograder.zip"),
+    ] = None,
+    classroom50: Annotated[
+        Path | None, _teachers(help="write Classroom 50's result.json to this file; a failed grade exits with 0")
+    ] = None,
+    save: Annotated[
+        list[Path] | None, _teachers("--save", "-o", help="write a table of the grades: csv txt md; repeatable")
+    ] = None,
 ) -> None:
     """Grade a homework, or a schedule against its pars.
 
@@ -107,13 +84,11 @@ def grade_command(
         pars = settings(par or [], "--par")
         homework, target = _named(targets or [], bool(pars))
         where, name = _split(target)
-        schedule, cost = name if par or name else None, asdict(times.cost())
+        schedule, cost = name if par or name else None, asdict(Times(costs=costs).cost())
         points = files.read_data(marks, "a file of points", toml=True).get(homework) if marks else {}
         if not isinstance(points, dict):
             raise UsageError(f"{marks} has no part [{homework}]: pipelab grade {homework} prints one to begin with")
-        assignment = Assignment(
-            schedule, pars, ranks, microbatches, cost, times.order, times.transport, seed, variant, homework, points
-        )
+        assignment = Assignment(schedule, pars, ranks, microbatches, cost, seed, variant, homework, points)
         limits = Limits(seconds or HOMEWORKS[homework].seconds, memory)
         if gradescope is not None:
             gradescope.mkdir(parents=True, exist_ok=True)
@@ -272,7 +247,6 @@ def _options(assignment: Assignment, limits: Limits) -> list[str]:
     options |= {"--variant": assignment.variant} if assignment.variant else {}
     if assignment.schedule is not None:
         options |= {"--ranks": assignment.ranks, "--microbatches": assignment.microbatches}
-        options |= {"--order": assignment.order, "--transport": assignment.transport}
     usual = asdict(Cost())
     repeated = [("--par", each) for each in assignment.pars.items()]
     repeated += [("--cost", (name, value)) for name, value in assignment.cost.items() if value != usual[name]]

@@ -90,7 +90,7 @@ def judge(data: dict[str, Any], assignment: Assignment) -> tuple[list[Mark], str
         looked_up = Mark(task, 0, "a schedule of your own", said, "nothing here is your own work", hint)
         rest = [Mark(each, 0, reached=False) for each in (*pars, others) if each is not task]
         return [*marks, looked_up, *rest], f"looked up: {said}"
-    trace = simulate(first, Cost(**assignment.cost), order=assignment.order, transport=assignment.transport)
+    trace = simulate(first, Cost(**assignment.cost))
     found = {"makespan": trace.makespan, "peak": max(trace.peak_activations), "bubble": trace.bubble}
     marks += [_against_par(task, assignment.pars[task.name], found[task.name]) for task in pars]
     tried = [plan for plan, fault in hidden if not fault.startswith("refused")]

@@ -15,7 +15,6 @@ from typing import Any
 
 from pipelab.errors import PipelabError, UsageError, counted
 from pipelab.plan.fault import students_line
-from pipelab.plan.transfers import Order, Transport
 
 
 class AmbiguousError(PipelabError):
@@ -201,8 +200,6 @@ class Assignment:
     ranks: int = 4  # the size that the pars are for
     microbatches: int = 8
     cost: dict[str, Any] = field(default_factory=dict)  # arguments of `Cost`
-    order: Order = "pytorch"
-    transport: Transport = "buffered"
     seed: int = 0  # the hidden sizes and all random numbers follow from it
     variant: str = ""  # whose numbers homework 4 has
     homework: str = "hw4"  # one of `HOMEWORKS`

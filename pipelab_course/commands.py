@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from pipelab import files
 from pipelab.catalogue import schedules
@@ -49,8 +49,7 @@ _WORDS = ("a table without a plot", (".csv", ".txt", ".md", ".html"))
 def _questions(lab: str) -> dict[str, dict[str, str]]:
     """Return what an assignment asks: each question with its part, and which number answers it."""
     text = resources("pipelab_course").joinpath("questions.toml").read_text(encoding="utf-8")
-    asked: dict[str, dict[str, str]] = tomllib.loads(text)[lab]
-    return asked
+    return dict(tomllib.loads(text)[lab])
 
 
 def _key(lab: str) -> dict[str, Any]:
@@ -118,15 +117,8 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
     console = Console(stderr=True)
     found: list[Row] = []
     began = time.monotonic()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total}, left"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = "{task.description}", BarColumn(), "{task.completed} of {task.total}, left", TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
         with warnings.catch_warnings(), bar as progress:
             warnings.filterwarnings("ignore", "timings vary")  # the table marks such figures
@@ -138,13 +130,10 @@ def finished(rows: Iterator[Row], total: int, what: str) -> tuple[list[Row], boo
                     left = (time.monotonic() - began) / len(found) * (total - len(found))
                     sys.stderr.write(f"{what}: {len(found)} of {total}, about {left:.0f} s left\n")
                     sys.stderr.flush()
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{what}: stopped; {len(found)} of {total} rows are done\n")
-        return found, False
-    except PipelabError as error:
-        if not found:
+    except (KeyboardInterrupt, PipelabError) as error:
+        if not found and isinstance(error, PipelabError):
             raise
-        sys.stderr.write(f"{folded(str(error))}\n{what}: {len(found)} of {total} rows are done\n")
+        sys.stderr.write(f"{folded(str(error) or 'stopped')}\n{what}: {len(found)} of {total} rows are done\n")
         return found, False
     return found, True
 

@@ -157,7 +157,10 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     """
     rows = _judged(rows)
     fits = {row["run"]: fit for row in rows if (fit := _fit(rows, row["run"]))}
-    shown = [row | _by_law(fits.get(row["run"]), row["processes"]) for row in rows]
+    shown = []
+    for row in rows:
+        fit, count = fits.get(row["run"]), row["processes"]
+        shown.append(row | {"amdahl": fit and fit.speed_up(count), "ideal": fit and count})
     of_experiment = [column for column, experiments in _COLUMNS if experiment in experiments]
     columns = [column for column in of_experiment if any(row[column.key] is not None for row in shown)]
     axes: tuple[str, Sequence[str]] = ("processes", ("speed_up", "efficiency"))
@@ -167,11 +170,6 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     marked = ["step_ms" in row["marked"] for row in rows]
     legend = [BUSY if all(marked) else LEGEND, _UNPREDICTED] * any(row["marked"] for row in rows)
     return Table(shown, columns, axes=axes, curves=curves, notes=legend + _notes(rows, fits))
-
-
-def _by_law(fit: Amdahl | None, processes: int) -> dict[str, float | None]:
-    """Return the speed-up of so many processes by Amdahl's law, and the ideal."""
-    return {"amdahl": fit.speed_up(processes), "ideal": processes} if fit else {"amdahl": None, "ideal": None}
 
 
 _UNPREDICTED = (

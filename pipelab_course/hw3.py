@@ -167,13 +167,16 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
         with (watch := Watch()):
             times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
         peaks = _megabytes_of(map(torch.cuda.max_memory_allocated, devices)) if len(gpus) == len(sizes) else None
-        activations = _activations(pipe.stages.modules, devices, x)
+        saved: list[int] = []  # without optimizer and parameters; each stage's input is a copy on its own device
+        for stage, device in zip(pipe.stages.modules, devices, strict=True):
+            nbytes, x = saved_by(stage, x.to(device))
+            saved.append(nbytes)
     parameters = [[*stage.parameters()] for stage in stages]
     gradients = [[each.grad for each in held if each.grad is not None] for held in parameters]
     parts = {
         "parameters_mb": [*map(_bytes, parameters)],
         "gradients_mb": [*map(_bytes, gradients)],
-        "activations_mb": activations,
+        "activations_mb": saved,
     }
     totals = _megabytes_of(map(sum, zip(*parts.values(), strict=True)))
     return {
@@ -192,18 +195,6 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _megabytes_of(values: Iterable[int]) -> tuple[float, ...]:
     return tuple(value / _MEGABYTE for value in values)
-
-
-def _activations(stages: Sequence[nn.Module], devices: Sequence[torch.device], x: torch.Tensor) -> list[int]:
-    """Return how many bytes each stage's forward saves for its backward, without its parameters.
-
-    Each stage counts its input: a copy on its own device, even where devices are threads and share the memory.
-    """
-    found: list[int] = []
-    for stage, device in zip(stages, devices, strict=True):
-        nbytes, x = saved_by(stage, x.to(device))
-        found.append(nbytes)
-    return found
 
 
 _NOTES = (

@@ -25,6 +25,7 @@ Examples:
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -302,16 +303,6 @@ FIGURES: Mapping[str, Callable[[Hybrid], Any]] = {
 """The right figures of a job, in the order of its setting, its time and its memory; shares in per cent."""
 
 
-class _Named:
-    """The figures of one job, by name, for a line of text."""
-
-    def __init__(self, job: Hybrid) -> None:
-        self.job = job
-
-    def __getitem__(self, name: str) -> Any:
-        return FIGURES[name](self.job)
-
-
 def answers(name: str) -> dict[str, Any]:
     """Return a teacher's answers to an assignment; nothing in a students' copy."""
     try:
@@ -323,25 +314,22 @@ def answers(name: str) -> dict[str, Any]:
 def _claim(given: dict[str, Any]) -> Claim:
     """Return a claim from what `claims.toml` says."""
     jobs = given.pop("jobs", [{}])
-    sizes = _SIZES[jobs] if isinstance(jobs, str) else [_sizes(each) for each in jobs]
+    sizes = _SIZES[jobs] if isinstance(jobs, str) else jobs
+    named = [each | {"schedule": schedules[each["schedule"]]} if "schedule" in each else each for each in sizes]
     within = given.pop("within", None)
     ranges = [[(1 - within) * each, (1 + within) * each] if within else each for each in given.pop("reported", [])]
     return Claim(
         reported=tuple(tuple(each) if isinstance(each, list) else each for each in ranges),
         figure=FIGURES[given.pop("figure", "total")],
         how=partial(_line, given.pop("how", "")),
-        jobs=sizes,
+        jobs=named,
         readings=_READINGS[given.pop("readings", "all")],
         **given,
     )
 
 
-def _sizes(given: dict[str, Any]) -> dict[str, Any]:
-    return given | ({"schedule": schedules[given["schedule"]]} if "schedule" in given else {})
-
-
 def _line(how: str, job: Hybrid) -> str:
-    return how.format_map(_Named(job))
+    return how.format_map({name: FIGURES[name](job) for name in re.findall(r"{(\w+)", how)})
 
 
 _GIVEN = tomllib.loads(files("pipelab_course").joinpath("claims.toml").read_text("utf-8"))["claim"]

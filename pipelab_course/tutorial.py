@@ -160,11 +160,11 @@ def _open(name: str) -> None:
         say(f"{path} is here already, with what you wrote in it")
     else:
         wrote(files.write(path, notebook(name, files.read_text(TUTORIALS / f"{name}.py"))))
-    if not (jupyter := _jupyter()):
+    if jupyter := _jupyter():
+        with suppress(KeyboardInterrupt):
+            subprocess.run([sys.executable, "-m", jupyter, str(path)], check=False)  # noqa: S603 - our own words
+    else:
         say("Open it in VS Code or PyCharm; or in Jupyter, after pip install jupyterlab in this environment.")
-        return
-    with suppress(KeyboardInterrupt):
-        subprocess.run([sys.executable, "-m", jupyter, str(path)], check=False)  # noqa: S603 - our own words
 
 
 def _jupyter() -> str:

@@ -318,7 +318,7 @@ def _over_counts(targets: Sequence[str], counts: Sequence[int], sizes: Sizes, ti
         f"Every column is the same batch: a {cost.per} takes {number(cost.forward)} forward and "
         f"{number(cost.backward)} backward{f' ({cost.unit})' if cost.unit else ''} for all of it."
     )
-    return table_of(made.cells, made.refusals)
+    return table_of(*made)
 
 
 @app.command()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -79,11 +80,10 @@ def measure_sweep(
     names: Sequence[str], counts: Sequence[int], plan_of: Callable[[str, int], Plan], work: Work
 ) -> tuple[Table, list[Result]]:
     """Run every schedule with every number of micro-batches, always on the same batch."""
-    plans = sweep(names, counts, plan_of)
-    jobs = work.jobs(list(plans.cells.values()), [count for _, count in plans.cells])
-    results = _run(jobs, work.measured_steps)
-    cells = dict(zip(plans.cells, (Cell(result.measured, result.loss) for result in results), strict=True))
-    return table_of(cells, plans.refusals), results
+    plans, refusals = sweep(names, counts, plan_of)
+    results = _run(work.jobs(list(plans.values()), [count for _, count in plans]), work.measured_steps)
+    cells = dict(zip(plans, (Cell(result.measured, result.loss) for result in results), strict=True))
+    return table_of(cells, refusals), results
 
 
 def proof_of(results: Sequence[Result]) -> str:
@@ -167,14 +167,6 @@ class Cell:
     loss: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep(Generic[Made]):
-    """The result for every schedule and number, and the reasons of schedules that refused a number."""
-
-    cells: dict[tuple[str, int], Made]
-    refusals: list[str]
-
-
 def table_of(cells: Mapping[tuple[str, int], Cell], refusals: Sequence[str]) -> Table:
     """Return a table of the cells of a sweep, the numbers of micro-batches side by side."""
     rows = [
@@ -203,15 +195,17 @@ def table_of(cells: Mapping[tuple[str, int], Cell], refusals: Sequence[str]) -> 
     return Table(rows, columns, "microbatches", ("microbatches", plots), refusals)
 
 
-def sweep(names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]) -> Sweep[Made]:
-    """Call `make` for every schedule and number of micro-batches, and collect the refusals."""
-    made: Sweep[Made] = Sweep({}, [])
-    for name in names:
-        for count in counts:
-            try:
-                made.cells[name, count] = make(name, count)
-            except ScheduleError as error:
-                if any(fault.code != "refused" for fault in error.faults):
-                    raise
-                made.refusals.extend(f"{name} with {count}: {fault.message}" for fault in error.faults)
-    return made
+def sweep(
+    names: Sequence[str], counts: Sequence[int], make: Callable[[str, int], Made]
+) -> tuple[dict[tuple[str, int], Made], list[str]]:
+    """Call `make` for every schedule and number of micro-batches; return what it returns, and what is refused."""
+    made: dict[tuple[str, int], Made] = {}
+    refusals: list[str] = []
+    for name, count in product(names, counts):
+        try:
+            made[name, count] = make(name, count)
+        except ScheduleError as error:
+            if any(fault.code != "refused" for fault in error.faults):
+                raise
+            refusals.extend(f"{name} with {count}: {fault.message}" for fault in error.faults)
+    return made, refusals

@@ -225,9 +225,11 @@ def _line(fault: Fault) -> str:
 
 def _with_cycle(rows: list[list[Cell]], fault: Fault, *, unplaced: bool = False) -> Drawing:
     """Return rows with the arrows of a cycle."""
-    where = {
-        (rank, name): column for rank, row in enumerate(rows) for column, cell in _backwards(row) for name in cell.names
-    }
+    where: dict[tuple[int, str], int] = {}
+    for rank, row in enumerate(rows):
+        for column, cell in enumerate(row):
+            for name in cell.names:
+                where.setdefault((rank, name), column)
 
     def place(link: Link) -> tuple[int, int] | None:
         column = where.get((link.rank, link.name))
@@ -239,11 +241,6 @@ def _with_cycle(rows: list[list[Cell]], fault: Fault, *, unplaced: bool = False)
     notes = [_said(link.words) for link in fault.cycle]
     hint = "" if fault.tried is not None else _said(fault.hint)
     return Drawing(_line(fault), rows, arrows, notes, hint, unplaced=unplaced)
-
-
-def _backwards(row: Sequence[Cell]) -> Iterable[tuple[int, Cell]]:
-    """Yield columns and cells from the last, so that the first of several with one name is kept."""
-    return reversed(list(enumerate(row)))
 
 
 def _rows(plan: Plan, faults: Sequence[Fault] = ()) -> list[list[Cell]]:

@@ -210,10 +210,10 @@ def _named(targets: Sequence[str], schedule: bool = False) -> tuple[str, str | N
     files = [path] if path.is_file() else [*path.glob("*.py"), *path.glob("*/*.py")]
     found = {name for each in files for name in _defined(each)}
     if len(found) > 1 or (not found and path.suffix == ".py"):
-        what = " and ".join(f"{HOMEWORKS[name].defines} ({name})" for name in HOMEWORKS if name in found)
-        wanted = ", ".join(f"{each.defines} ({name})" for name, each in HOMEWORKS.items())
+        words = {name: f"{each.defines} ({name})" for name, each in HOMEWORKS.items()}
+        what = " and ".join(words[name] for name in words if name in found) or f"none of {', '.join(words.values())}"
         raise UsageError(
-            f"{path} defines {what or f'none of {wanted}'}, so the homework is not clear\n  try: pipelab grade "
+            f"{path} defines {what}, so the homework is not clear\n  try: pipelab grade "
             f"{min(found, default='hw3')} {path}, with its name; for a schedule, {path}:MySchedule"
         )
     return found.pop() if len(found) == 1 else "hw4", target

@@ -57,10 +57,8 @@ class Homework3(Sized):
     def check(self, found: Data, seed: int, *size: Any) -> dict[str, Found]:  # noqa: ARG002 - it is the same for all
         """Compare with layers that are spread evenly, neighbours together."""
         gpus, depth = size
-        places, moves = (
-            [int(each) for each in found.get("places", ())],
-            [(int(a), int(b)) for a, b in found.get("moves", ())],
-        )
+        places = [int(each) for each in found.get("places", ())]
+        moves = [(int(a), int(b)) for a, b in found.get("moves", ())]
         counts = [places.count(each) for each in range(gpus)]
         at = f"{depth} layers on {gpus} GPU{'s' * (gpus > 1)}"
         empty, error = counts.count(0), found["error"]
@@ -72,10 +70,8 @@ class Homework3(Sized):
         facts: Data = {"at": at, "depth": depth, "gpus": gpus, "counts": " ".join(map(str, counts)), "empty": empty}
         facts |= {"lost": depth - sum(counts), "most": max(counts), "enough": -(-depth // gpus)}
         facts |= {"fewest": len({*spans}) - 1, "first": len(moves) - between, "between": between, "copies": len(moves)}
-        facts |= {
-            "said": error or "another output",
-            "does": "ends with an error" if error else "computes something else",
-        }
+        facts["said"] = error or "another output"
+        facts["does"] = "ends with an error" if error else "computes something else"
         return {
             "layers": Found(placed, facts=facts),
             "all GPUs": Found(not empty, reached=placed, facts=facts),

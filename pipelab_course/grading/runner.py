@@ -203,7 +203,7 @@ def sandbox() -> list[str]:
         "/etc/localtime",
     ]
     needed += ["/sys/devices/system/cpu", sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parents[1])]
-    needed += [site.getusersitepackages(), str(Path(torch.origin).parents[1])]
+    needed += ["/etc/localtime", site.getusersitepackages(), str(Path(torch.origin).parents[1])]
     needed += [str(Path(str(package.__file__)).parent) for package in (pipelab, pipelab_course)]
     command = [program or "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]

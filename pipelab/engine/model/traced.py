@@ -221,10 +221,10 @@ class TracedStages:
                 whole = exported.module(check_guards=False)
                 parts = cut_graph(whole, [name for name, _ in self.units], self.starts, self._model)
             except Exception as error:
-                name, (shapes, known) = type(self._model).__name__, map(_sizes, (example, self.example))
+                shapes, known = (" and ".join(map(described, tensors_of(each))) for each in (example, self.example))
                 others = f"\n  the example has {known}: pipelab.whole(...) marks what all micro-batches need all of"
                 raise SplitError(
-                    f"PyTorch's tracer cannot trace {name} with {shapes}: {in_short(error)}"
+                    f"PyTorch's tracer cannot trace {type(self._model).__name__} with {shapes}: {in_short(error)}"
                     f"{others * (' and ' in shapes != known)}\n{_RECIPES}"
                 ) from error
         own = set(map(id, self._model.parameters()))
@@ -410,10 +410,6 @@ def shapes_of(given: Any) -> tuple[torch.Size, ...]:
     if isinstance(given, dict):
         given = [given[name] for name in sorted(given)]
     return tuple(tensor.shape for tensor in tensors_of(given))
-
-
-def _sizes(given: Any) -> str:
-    return " and ".join(map(described, tensors_of(given)))
 
 
 def require_like(example: Any, given: Any) -> None:

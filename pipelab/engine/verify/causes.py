@@ -164,7 +164,8 @@ def _whole_times(counts: Counts) -> Finding | None:
     if not factor:
         return None
     among = len(times) - 1
-    negative, none, once, more = map(_where, (times < 0, times == 0, times == 1, times > 1))
+    kinds = times < 0, times == 0, times == 1, times > 1
+    negative, none, once, more = (tuple(each.nonzero().flatten().tolist()) for each in kinds)
     if negative:
         words = f"Of micro-batches 0 to {among}, {listed(negative)} with the wrong sign: {counts.shown}."
         return Finding("sign", words, factor, negative)
@@ -175,10 +176,6 @@ def _whole_times(counts: Counts) -> Finding | None:
         counts_as = f"count{'s' * (len(more) == 1)} {among + 1} times as much as the others"
         repeated = f"{listed(more)} {counts_as}, as if not divided by {among + 1}"
     return finding("repeated-microbatches", among, repeated, counts.shown, factor=factor, microbatches=more)
-
-
-def _where(which: torch.Tensor) -> tuple[int, ...]:
-    return tuple(which.nonzero().flatten().tolist())
 
 
 # ── What no counts explain ────────────────────────────────────────────────────────────────────────────────────────────

@@ -251,16 +251,11 @@ def table(jobs: Sequence[Hybrid], memory_unit: str = "units") -> Table:
     else:
         columns += [Column("baseline", "one device, ms", wording.number), Column("work")]
         notes = ["The work differs, so only figures that are divided by the same work's can be compared."]
-    for name in _COLUMNS:
-        if name not in left_out:
-            notes.append(f"{_COLUMNS[name][0]}: {_definition(name)}")
+    defined = {name: str(getattr(Hybrid, name).__doc__).splitlines()[0] for name in _COLUMNS if name not in left_out}
+    notes += [f"{_COLUMNS[name][0]}: {sentence}" for name, sentence in defined.items()]
     if "memory_efficiency" in left_out and "peak_memory" not in left_out:
         notes.append("memory efficiency, M_model / M_peak, is left out: the size of the weights is not given.")
     return Table(rows, columns, axes=("devices", ("speed_up", "efficiency", "communication_cost")), notes=notes)
-
-
-def _definition(name: str) -> str:
-    return str(getattr(Hybrid, name).__doc__).splitlines()[0]
 
 
 def timeline(job: Hybrid) -> str:

@@ -86,8 +86,7 @@ def test_training_on_other_data_is_not_called_the_same(plain):
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_demo_prints_its_tables_and_leaves_pictures(tmp_path, monkeypatch, capsys, busy):
     output = io.StringIO()
-    if busy:
-        monkeypatch.setattr(demo.Watch, "others", lambda *_: 0.5)
+    monkeypatch.setattr(demo.Watch, "others", lambda *_: busy / 2)
     monkeypatch.setattr(showing, "Setting", lambda steps: SMALL)
     monkeypatch.setattr(showing, "Console", lambda: Console(file=output, width=80))
     monkeypatch.setattr(

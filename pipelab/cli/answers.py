@@ -180,7 +180,7 @@ def megatron(
         rows.append(
             {"layout": each, "makespan": trace.makespan, "bubble": trace.bubble, "bound": pipelab.lower_bound(trace)}
         )
-    numbers = [Column("makespan", "", wording.number), Column("bound", "in any order", wording.number)]
+    numbers = [Column("makespan", "step time", wording.number), Column("bound", "in any order", wording.number)]
     print_and_save(Table(rows, [Column("layout"), *numbers, Column("bubble", "", wording.percent)]), save)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -134,18 +133,18 @@ def _save(
     folder: Path, trained: list[Trained], emulations: Mapping[str, tuple[Trace, Trace]], tables: Sequence[list[str]]
 ) -> list[Path]:
     """Write the pictures, with the marks of the tables' times; return their paths."""
-    real = compare(*(each.trace for each in trained), names=[f"{each.schedule}, measured" for each in trained])
-    four = compare(
-        *(trace for measured, predicted in emulations.values() for trace in (predicted, measured)),
-        names=[f"{name}, {kind}" for name in emulations for kind in ("predicted", "measured")],
-    )
-    marked = []
-    for shown, table in zip((real, four), tables, strict=True):
+    groups = {
+        "training": [(f"{each.schedule}, measured", each.trace) for each in trained],
+        "four-devices": [
+            (f"{name}, {kind}", trace)
+            for name, both in emulations.items()
+            for kind, trace in zip(("measured", "predicted"), both, strict=True)
+        ],
+    }
+    paths: list[Path] = []
+    for (file, group), table in zip(groups.items(), tables, strict=True):
         stars = {f"{words[0]}, measured" for words in map(str.split, table) if words and "*" in words[1]}
-        names = (f"{name} {LEGEND}" if name in stars else name for name in shown.names)
-        marked.append(replace(shown, names=tuple(names)))
-    return [
-        comparison.save(folder / f"{name}.{suffix}")
-        for name, comparison in zip(("training", "four-devices"), marked, strict=True)
-        for suffix in ("html", "svg")
-    ]
+        names = [f"{name} {LEGEND}" if name in stars else name for name, _ in group]
+        shown = compare(*(trace for _, trace in group), names=names)
+        paths += [shown.save(folder / f"{file}.{suffix}") for suffix in ("html", "svg")]
+    return paths

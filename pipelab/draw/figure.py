@@ -6,10 +6,7 @@ import io
 import re
 import textwrap
 import warnings
-from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipelab import files
@@ -22,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     from pipelab.draw.bars import Bar, Gap, Lanes
     from pipelab.plan.actions import Kind
@@ -35,20 +32,10 @@ if TYPE_CHECKING:
 
 # ── Labels: which fit into the bars, and at which size ────────────────────────────────────────────────────────────────
 
-_SIZES, _WHOLE = (9.0, 8.0, 7.0, 6.0, 5.0), 7.0
-"""The type sizes to try, in points, and the least for a whole label: below it, bars have their numbers alone."""
+_SIZES = (9.0, 8.0, 7.0)
+"""The type sizes to try, in points; small axes have the last. What does not fit in that has no label."""
 _AIR = 2.0
 """The least difference between a bar's width and its label's, in points."""
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """A label that fits: its bar, its text and its size."""
-
-    rank: int
-    bar: Bar
-    text: str
-    size: float
 
 
 def points(ax: Axes) -> float:
@@ -67,6 +54,11 @@ def _lane(ax: Axes) -> float:
     return float(high / max(abs(ax.get_ylim()[0] - ax.get_ylim()[1]), 1))
 
 
+def _sizes(ax: Axes) -> list[float]:
+    """Return the sizes of type that a lane is high enough for, the largest first."""
+    return [size for size in _SIZES[2 * _small(ax) :] if size * 1.1 < _lane(ax)]
+
+
 def inches(lanes: Lanes) -> float:
     """Return the width in inches at which labels of 7 points fit."""
     typical = _typical(lanes)
@@ -76,8 +68,8 @@ def inches(lanes: Lanes) -> float:
     return wanted * lanes.span / 72
 
 
-def fitting(lanes: Lanes, bars: Sequence[tuple[int, Bar]], ax: Axes) -> Iterator[Label]:
-    """Yield the labels that fit their bars.
+def fitting(lanes: Lanes, bars: Sequence[tuple[int, Bar]], ax: Axes) -> Iterator[tuple[int, Bar, str, float]]:
+    """Yield the labels that fit their bars: the rank, the bar, the text and its size.
 
     All have one size: the largest at which the usual actions of every kind have room for theirs. If there is none,
     labels lose what the colour shows too, the letter and which of two stages, and keep the micro-batch. Labels that
@@ -92,27 +84,26 @@ def fitting(lanes: Lanes, bars: Sequence[tuple[int, Bar]], ax: Axes) -> Iterator
     full = {kind: text_width(_widest(lanes, kind)) for kind in typical}
     if lanes.label:
         full |= {bar.action.kind: max(map(text_width, {each.label for _, each in bars})) for _, bar in bars}
-    lane = _lane(ax)
-    sizes = [size for size in _SIZES if size * 1.1 < lane]
+    lane, sizes = _lane(ax), _sizes(ax)
     if not sizes:
         return
-    whole = [size for size in sizes if size >= _WHOLE and all(full[kind] * size <= room[kind] for kind in typical)]
+    whole = [size for size in sizes if all(full[kind] * size <= room[kind] for kind in typical)]
     short = not whole and lanes.most_stages <= 2 and not lanes.label
     number = text_width("0" * len(str(lanes.trace.plan.microbatches - 1)))
     least = min(room.values(), default=0.0) + _AIR / 2
     numbers = [size for size in sizes if short and number * size <= least]
-    size = [*whole, *numbers, sizes[-1] if short else _WHOLE][0]
+    size = [*whole, *numbers, sizes[-1]][0]
     for rank, bar in bars:
         text = str(bar.action.microbatch) if short and bar.action.microbatch is not None else bar.label
-        fits = text_width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale and size * 1.1 < lane
+        fits = text_width(text) * size + _AIR / 2 <= (bar.end - bar.start) * scale
         if fits and (bar.half == "whole" or size * 2.2 < lane):
-            yield Label(rank, bar, text, size)
+            yield rank, bar, text, size
 
 
 def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
     """Yield the idle times that have room for words: the gap, the words, and their size."""
     first, last = ax.get_xlim()
-    size = next((each for each in _SIZES[2 if _small(ax) else 1 :] if each * 1.1 < _lane(ax)), 0.0)
+    size = next(iter(_sizes(ax)[-2:]), 0.0)
     for gap in gaps if size else ():
         room = (gap.end - gap.start) * points(ax) / abs(last - first) - 2 * _AIR
         if words := next((each for each in gap.words if text_width(each) * size <= room), None):
@@ -199,7 +190,7 @@ def height(ranks: int) -> float:
     return min(ranks * min(max(4.8 / max(ranks, 1), 0.15), 0.36), 12.0)
 
 
-def draw(lanes: Lanes, ax: Axes, name: str, until: float) -> None:
+def draw(lanes: Lanes, ax: Axes, name: str, until: float, example: str) -> None:
     """Draw the lanes, bars, labels and axis of one trace; the axis ends at `until`, or later if others share it."""
     trace, lowest, shown = lanes.trace, lanes.trace.ranks - 0.5, ax.get_xlim()[1]
     until = until or 1
@@ -222,7 +213,7 @@ def draw(lanes: Lanes, ax: Axes, name: str, until: float) -> None:
         _idle(lanes, ax)
         _bars(lanes, ax)
         _arrow(lanes, ax)
-        _axis(trace, ax, name)
+        _axis(trace, ax, name, "" if lanes.label else f"; {example}")
 
 
 def coarse(trace: Trace) -> bool:
@@ -259,14 +250,14 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
     if instants:
         lines, ink = zip(*instants, strict=True)
         ax.add_collection(LineCollection(lines, colors=ink, linewidths=1.2), autolim=False)
-    for label in fitting(lanes, bars, ax):
-        top, bottom = _heights(label.rank, label.bar, lanes)
+    for rank, bar, text, size in fitting(lanes, bars, ax):
+        top, bottom = _heights(rank, bar, lanes)
         ax.text(
-            (label.bar.start + label.bar.end) / 2,
+            (bar.start + bar.end) / 2,
             (top + bottom) / 2,
-            label.text,
-            fontsize=label.size,
-            color=colours.ink(label.bar.colour),
+            text,
+            fontsize=size,
+            color=colours.ink(bar.colour),
             ha="center",
             va="center_baseline",
             clip_on=True,
@@ -325,17 +316,17 @@ def _heights(rank: int, bar: Bar, lanes: Lanes) -> tuple[float, float]:
     return (top, middle) if bar.half == "upper" else (middle, bottom) if bar.half == "lower" else (top, bottom)
 
 
-def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
+def _axis(trace: Trace, ax: Axes, name: str, note: str) -> None:
     """Write the title, the ranks and the time axis."""
     from matplotlib.ticker import MaxNLocator
 
     small = _small(ax)
     size = 7 if small else 10
     if name:
-        title = _cut(name, points(ax) / 8, by=", ") if small else _cut(name, points(ax) / 10)
+        title = _cut(name, 0.96 * points(ax) / size)  # in pixels, small type is a little wider
         if not small:
             title += "\n" + textwrap.fill(wording.caption(trace), int(points(ax) / 5.6))
-        ax.set_title(title, loc="left", fontsize=8 if small else 10, linespacing=1.4, parse_math=False, pad=4)
+        ax.set_title(title, loc="left", fontsize=size, linespacing=1.4, parse_math=False, pad=4)
     if ax.xaxis.get_tick_params().get("labelbottom", True):
         ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False, fontsize=size)
     if _lane(ax) > 8:
@@ -349,76 +340,57 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str = "") -> None:
     ax.spines[["top", "left", "right"]].set_visible(False)
 
 
-def _cut(text: str, room: float, by: str = "") -> str:
-    """Return a text that fits a room: without its last parts, or else without its middle."""
-    while by in text[1:] and by and text_width(text) > room:
-        text = text.rpartition(by)[0]
-    shown, letters = text, min(len(text), 100)
-    while text_width(shown) > room and letters > 8:
-        letters -= 1
-        shown = _without_middle(text, letters)
-    return shown
+def _cut(text: str, room: float) -> str:
+    """Return a text without its middle, as long as fits a room in sizes of its type."""
+    shorter = (wording.cut(text, letters) for letters in range(len(text), 0, -1))
+    return next((each for each in shorter if text_width(each) <= room), "")
 
 
-def _without_middle(name: str, letters: int) -> str:
-    """Return the start and the end of a long name, cut between words if these are short."""
-    start, end = name[: 7 * letters // 10], name[-(27 * letters // 100) :]
-    if " " in start[5 * letters // 10 :]:
-        start = start[: start.rindex(" ")]
-    if " " in end[: 13 * letters // 100]:
-        end = end[end.index(" ") + 1 :]
-    return f"{start} … {end}"
-
-
-def _entries(traces: Sequence[Trace], own: Colours, paper: bool, small: bool) -> list[Patch]:
-    """Return the entries of a legend: what is drawn; on paper in few words, and where it is small, in the fewest."""
+def _entries(traces: Sequence[Trace], own: Colours) -> list[Artist]:
+    """Return the entries of a legend: what is drawn."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    words = wording.legend(traces, brief=paper or small) | ({"F": "F forward"} if small else {})
-    patches = [Patch(facecolor=own.get(kind, colours.PALETTE[kind][0]), label=label) for kind, label in words.items()]
-    reasons = {idle.reason for trace in traces if not coarse(trace) for idle in trace.idle}
-    waits, rest, waiting = colours.WAIT, colours.REST, "wait" if paper or small else wording.WAIT + wording.ARROW
-    for label, ground, hatch, drawn in (
-        (waiting, waits, "", any(colours.ground(reason) is waits for reason in reasons)),
-        ("transfer", waits, 2 * colours.HATCHES["transfer"], "transfer" in reasons),
-        ("not begun, or done", rest, "//", not reasons.isdisjoint(("fill", "drain"))),
-        ("idle", rest, "", any(map(coarse, traces))),
+    words = [(own.get(kind, colours.PALETTE[kind][0]), text) for kind, text in wording.legend(traces).items()]
+    words += [(colours.PALETTE["F"][1], paler)] if (paler := wording.paler(traces)) else []
+    patches: list[Artist] = [Patch(facecolor=colour, label=text) for colour, text in words]
+    said = wording.idle([trace for trace in traces if not coarse(trace)])
+    for label, ground, hatch in (
+        (said.get("wait"), colours.WAIT, ""),
+        (said.get("transfer"), colours.WAIT, 2 * colours.HATCHES["transfer"]),
+        (said.get("rest"), colours.REST, "//"),
+        ("idle" if any(map(coarse, traces)) else None, colours.REST, ""),
     ):
-        if drawn:
+        if label:
             swatch = Patch(facecolor=ground.paper, edgecolor=ground.border, linewidth=0.5, hatch=hatch, label=label)
             patches.append(swatch)
+    if arrow := said.get("arrow"):
+        patches.append(Line2D([], [], color=colours.WAIT.ink, marker=">", markersize=4, label=arrow))
     return patches
 
 
-def _columns(patches: Sequence[Patch], room: float, size: float) -> tuple[int, float]:
-    """Return how many columns a legend may have in so many points, and how wide it then is."""
+def _columns(patches: Sequence[Artist], room: float, size: float) -> int:
+    """Return how many columns a legend may have in so many points."""
+    import numpy as np
+
     widths = [(text_width(str(patch.get_label())) + 1.9) * size for patch in patches]
-    for columns in range(len(widths), 0, -1):
-        high, more = divmod(len(widths), columns)
-        ends = [at * high + min(at, more) for at in range(columns + 1)]
-        wide = sum(max(widths[start:end]) for start, end in pairwise(ends))
-        if wide <= room:
-            break
-    return columns, wide
+    fit = (n for n in range(len(widths), 1, -1) if sum(map(max, np.array_split(widths, n))) <= room)
+    return next(fit, 1)
 
 
-def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False, paper: bool = False) -> None:
-    """Draw the legend of what is drawn: beside the axis's name, or else below it, which is outside given axes."""
+def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False) -> None:
+    """Draw the legend of what is drawn, below the axis's name: outside of given axes, whose legend is hidden."""
     from matplotlib.transforms import ScaledTranslation
 
-    small, patches = _small(ax), _entries(traces, own, paper, _small(ax))
-    size = 7 if small else 9
-    name = text_width(ax.get_xlabel()) * (7 if small else 10) + 12
-    beside = _columns(patches, inf, size)[1] + name <= points(ax)
-    columns, _ = _columns(patches, 72 * owner(ax).get_figwidth() - _AIR, size)
-    down = (20 if not small else 16) if beside else (36 if not small else 29)
-    below = ScaledTranslation(0 if beside else _EDGES[small][1] - 0.02, -down / 72, owner(ax).dpi_scale_trans)
+    small, patches = _small(ax), _entries(traces, own)
+    size, edge, down = (7, _EDGES[True][1], 29) if small else (9, _EDGES[False][1], 36)
+    below = ScaledTranslation(edge - 0.02, -down / 72, owner(ax).dpi_scale_trans)
     made = ax.legend(
         handles=patches,
         loc="upper right",
         bbox_to_anchor=(1, 0),
         bbox_transform=ax.transAxes + below,
-        ncols=len(patches) if beside else columns,
+        ncols=_columns(patches, 72 * owner(ax).get_figwidth() - _AIR, size),
         frameon=False,
         borderaxespad=0,
         borderpad=0,
@@ -428,7 +400,7 @@ def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False,
         labelspacing=0.25,
         fontsize=size,
     )
-    made.set_visible(not given or (beside and bool(ax.get_xlabel())))
+    made.set_visible(not given)
 
 
 _EDGES = {False: (0.75, 0.3, 0.75, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
@@ -452,9 +424,9 @@ def plot(
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width), own=own)[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
-    draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan)
+    draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan, wording.example([trace]))
     owner(ax).set_label(f"{name}\n{wording.caption(trace)}")
-    legend([trace], ax, own, given, width is not None)
+    legend([trace], ax, own, given)
     return ax
 
 
@@ -483,9 +455,9 @@ def plot_comparison(
     longest = max(trace.makespan for trace in comparison.traces)
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
         until = longest if comparison.shares_axis else trace.makespan
-        draw(Lanes(trace, own, label), ax, wording.called(name), until)
+        draw(Lanes(trace, own, label), ax, wording.called(name), until, wording.example(comparison.traces))
     figure.set_label(f"Comparison of {', '.join(map(wording.called, comparison.names))}")
-    legend(comparison.traces, axes[-1], own, paper=width is not None)
+    legend(comparison.traces, axes[-1], own)
     return figure
 
 
@@ -566,11 +538,11 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None, own: 
     small = width is not None and 72 * (width - sum(_EDGES[False][:2])) < _SMALL
     left, right, title, axis = _EDGES[small]
     lanes = [height(trace.ranks) * (0.6 if small and len(traces) > 1 else 1) for trace in traces]
-    if paper := width is not None:
+    if width is not None:
         wide, title = width - left - right, title if len(traces) > 1 else 0.1
-    patches = _entries(traces, own, paper, small)
-    columns, _ = _columns(patches, 72 * (wide + left + right) - _AIR, 7 if small else 9)
-    axis += (0.14 if small else 0.18) * (-(-len(patches) // columns) - (not paper))
+    patches = _entries(traces, own)
+    columns = _columns(patches, 72 * (wide + left + right) - _AIR, 7 if small else 9)
+    axis += (0.14 if small else 0.18) * -(-len(patches) // columns)
     high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * axis
     if same_axis:
         high += (len(traces) - 1) * 0.1

@@ -41,7 +41,7 @@ def frontier(found: Frontier) -> Table:
     columns = [
         Column("name", "schedule"),
         Column("held", "most micro-batches held", number),
-        Column("makespan", show=number),
+        Column("makespan", "step time", number),
         Column("bubble", show=wording.percent),
     ]
     return Table(rows, columns, notes=["* nothing here that holds as little waits less"])

@@ -227,7 +227,7 @@ def timeline(trace: Trace, width: int | None = None, colour: bool | None = None)
         rank 1 │···F0 B0─── F1 B1─── F2 B2─── ······
                 ┬──────────────┬──────────────┬─────
                 0 units        5              10
-        F2 = forward of micro-batch 2; B backward; · wait (r2: for rank 2)
+        F2 = forward of micro-batch 2; B backward; · wait (r1: rank 1), not begun, done
     """
     width, colour = _terminal(width, colour)
     lanes = Lanes(trace)
@@ -267,7 +267,8 @@ def comparison(comparison: Comparison, width: int | None = None, colour: bool | 
         ruler = common
         if not whole:  # short timelines are still drawn whole
             ruler = Ruler.at(common.scale, [lanes], room) if shared else Ruler.fit([lanes], ranks, room)
-        lines += [wording.called(name), *_rows(lanes, ruler, gutter, colour)]
+        caption = wrap(wording.caption(lanes.trace), width)
+        lines += [wording.called(name), *caption, *_rows(lanes, ruler, gutter, colour)]
         if not whole:
             lines += [*_axis(ruler, gutter, wording.unit(lanes.trace)), ""]
     if whole:
@@ -410,9 +411,11 @@ def _painted(text: str, bar: Bar) -> str:
 
 
 def _legend(lines: Sequence[str], traces: Sequence[Trace], width: int) -> list[str]:
-    """Explain the letters, and the mark of short actions, if there is one."""
+    """Explain the letters, what idle time is drawn, and the mark of short actions, if there is one."""
+    letters = wording.legend(traces) | {"F": wording.example(traces)}
+    idle = [words for what, words in wording.idle(traces).items() if what != "arrow"]
     short = [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
-    return wrap("; ".join([*wording.legend(traces).values(), f"· {wording.WAIT}", *short]), width)
+    return wrap("; ".join([*letters.values(), *[f"· {', '.join(idle)}"] * bool(idle), *short]), width)
 
 
 def _axis(ruler: Ruler, gutter: int, unit: str, band: int = 0) -> list[str]:

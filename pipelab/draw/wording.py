@@ -9,8 +9,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
-from pipelab.plan.actions import EVERY_KIND, HALVES, TRAITS
+from pipelab.plan.actions import EVERY_KIND, TRAITS
 from pipelab.schedule import Schedule
+from pipelab.trace.ledger import WAITS
 from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def columns(rows: Sequence[Sequence[str]], width: int, least: int = 15, left: Se
     for name, *figures in rows:
         sized = enumerate(zip(figures, others, strict=True), start=1)
         cells = [f"{each:<{size}}" if place in left else f"{each:>{size}}" for place, (each, size) in sized]
-        lines.append("  ".join([f"{_cut(name, first):<{first}}", *cells]))
+        lines.append("  ".join([f"{cut(name, first):<{first}}", *cells]))
     return lines
 
 
@@ -52,7 +53,7 @@ def _wrapped(heads: Sequence[str], widths: Sequence[int]) -> list[tuple[str, ...
     return list(zip_longest(*parts, fillvalue=""))
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
     """Cut a text in its middle: names of one schedule differ at their ends."""
     tail = min(12, width // 3)
     return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"
@@ -127,15 +128,15 @@ def caption(trace: Trace) -> str:
     who, each = (
         (f"Rank {peaks.index(most)}", f" (by rank: {elided(peaks)})") if min(peaks) < most else ("Every rank", "")
     )
+    of = f" of slices, each 1/{slices(trace)} of a sequence" if slices(trace) > 1 else ""
     told = [f"A step takes {span(trace)}", idle]
-    told += [f"{who} holds up to {counted(most, 'activation')}{each}"] if most else []
-    told += [f"Own spans: {elided(map(number, trace.spans))}"] if _slanted(trace) else []
+    told += [f"{who} holds up to {counted(most, 'activation')}{of}{each}"] if most else []
+    told += [f"From first start to last end, ranks take {elided(map(number, trace.spans))}"] if _slanted(trace) else []
     told += [f"Idle behind other transfers: {elided(map(number, trace.queued))}"] if any(trace.queued) else []
     return f"{'. '.join(told)}."
 
 
-WAIT, ARROW = "wait (r2: for rank 2)", ", arrow: the longest"
-"""What legends say besides kinds. The narrowest waits say only for which rank."""
+_WORDS: dict[Kind, str] = {"I": "backward: input", "W": "backward: weight", "UNSHARD": "gather of the stage in it"}
 
 
 def idea(trace: Trace) -> str:
@@ -171,28 +172,45 @@ def marks(traces: Sequence[Trace]) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def legend(traces: Sequence[Trace], brief: bool = False) -> dict[Kind, str]:
-    """Return what a legend says of each kind of action that takes time in the traces: of forwards, an example."""
+def legend(traces: Sequence[Trace]) -> dict[Kind, str]:
+    """Return what a legend says of each kind of action that takes time in the traces."""
     there = {kind for trace in traces for kind in trace.plan.bound.kinds}
     there |= {event.action.kind for trace in traces for event in trace.moves if event.action.traits.cost}
-    parts = {} if brief else {kind: f"backward, part {part}: " for part, kind in enumerate(HALVES, 1)}
-    words = {
-        kind: f"{kind} {parts.get(kind, '')}{TRAITS[kind].word}{' of the stage in it' * TRAITS[kind].gathers}"
-        for kind in EVERY_KIND
-        if kind in there
-    }
-    return words | {"F": " or ".join(dict.fromkeys(_example(trace, brief) for trace in traces))}
+    return {kind: f"{kind} {_WORDS.get(kind, TRAITS[kind].word)}" for kind in EVERY_KIND if kind in there}
 
 
-def _example(trace: Trace, brief: bool) -> str:
-    """Return what a forward's box means, with its numbers."""
+def example(traces: Sequence[Trace]) -> str:
+    """Return what a forward's box means, with its numbers; with its stage if a trace's boxes name stages."""
+    return max(map(_example, traces), key=len)
+
+
+def paler(traces: Sequence[Trace]) -> str:
+    """Return what a legend says of the lighter colour; empty if no rank has several stages."""
+    return "paler: 2nd stage" if example(traces)[0].isdigit() else ""
+
+
+def _example(trace: Trace) -> str:
     plan, stage_of = trace.plan, trace.plan.bound.codes.stage
     m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
-    part = f": a slice, 1/{slices(trace)} of a sequence" if slices(trace) > 1 else ""
+    what = f"slice {m}, 1/{slices(trace)} of a sequence" if slices(trace) > 1 else f"micro-batch {m}"
     if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
-        more = "" if brief else ", every second stage of a rank paler"
-        return f"{s}F{m} = stage {s}, forward, micro-batch {m}{part}{more}"
-    return f"F{m} = forward of micro-batch {m}{part}"
+        return f"{s}F{m} = stage {s}, forward, {what}"
+    return f"F{m} = forward of {what}"
+
+
+def idle(traces: Sequence[Trace]) -> dict[str, str]:
+    """Return what a legend says of idle times that are there; of waits, with the narrowest words as its example."""
+    reasons = {idle.reason for trace in traces for idle in trace.idle}
+    rest = [words for reason, words in (("fill", "not begun"), ("drain", "done")) if reason in reasons]
+    found = {"wait": "wait"} if reasons - {"fill", "drain"} else {}
+    waits = ((trace, idle.giver) for trace in traces for idle in trace.idle if idle.reason in WAITS)
+    for where, giver in waits:
+        if giver is not None:
+            rank = where.plan.bound.rank_of[where.plan.bound.codes.code(giver)]
+            found |= {"wait": f"wait (r{rank}: rank {rank})", "arrow": "arrow: longest"}
+            break
+    found |= {"transfer": "transfer"} if "transfer" in reasons else {}
+    return found | ({"rest": ", ".join(rest)} if rest else {})
 
 
 def stood_behind(trace: Trace, wait: Wait) -> str:
@@ -222,7 +240,7 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     If the comparison has bounds, there is a column for how far each makespan is above its bound, or one for each bound.
     """
     rows = comparison.rows
-    lines = [["name", "makespan", "bubble", "peak activations"]]
+    lines = [["name", "step time", "bubble", "peak activations"]]
     for row, trace in zip(rows, comparison.traces, strict=True):
         lines.append([called(row.name), span(trace), percent(row.bubble), elided(row.peak_activations)])
     if any(map(_slanted, comparison.traces)):

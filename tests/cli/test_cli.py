@@ -131,7 +131,7 @@ def test_what_has_no_two_traces_of_the_same_actions_has_no_difference(pipelab_co
 def test_compare_lays_schedules_side_by_side(succeeds, folder):
     output = succeeds("compare", "gpipe", "1f1b", "delayed", "-o", "c.html", "-o", "c.svg")
     assert "87 units" in output
-    assert output.count("33 units") == 2
+    assert output.count("A step takes 33 units") == 2
     assert Path("c.html").exists()
     assert Path("c.svg").exists()
 

@@ -133,33 +133,30 @@ def test_different_units_get_axes_of_their_own():
     plan = pipelab.OneFOneB(2, 2)
     slow = pipelab.simulate(plan, Cost(forward=40, backward=80, unit="ms"))
     drawn = figure.plot_comparison(pipelab.compare(pipelab.simulate(plan), slow))
-    assert [ax.get_xlabel() for ax in drawn.axes] == ["time (units)", "time (ms)"]
+    assert [ax.get_xlabel() for ax in drawn.axes] == [
+        "time (units); F1 = forward of micro-batch 1",
+        "time (ms); F1 = forward of micro-batch 1",
+    ]
     assert [ax.get_xlim()[1] for ax in drawn.axes] == [9, 360]
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        (
-            "GPipe(ranks=2, microbatches=2), measured on two machines, one of them with a GPU, clocks within 0.05 ms "
-            "of rank 0's",
-            "GPipe · 2 ranks, 2 micro-batches, measured on two machines, one of … 0.05 ms of rank 0's",
-        ),
-        ("x" * 200, f"{'x' * 68} … {'x' * 26}"),
-        (f"A {'x' * 200} B", f"A {'x' * 67} … {'x' * 24} B"),
-    ],
-)
-def test_a_long_title_is_cut_between_words_and_keeps_its_end(trace, name, shown):
-    (ax,) = figure.plot_comparison(pipelab.compare(trace, names=[name])).axes
-    assert ax.get_title(loc="left").splitlines()[0] == shown
-    assert ax._left_title.get_window_extent().width <= ax.bbox.width
+@pytest.mark.parametrize("width", [None, "column"])
+@pytest.mark.parametrize("name", ["measured on two machines, one of them with a GPU, and on rank 0's", "x" * 200])
+def test_a_long_title_is_cut_in_its_middle_and_keeps_its_end(trace, name, width):
+    drawn = figure.plot_comparison(pipelab.compare(trace, trace, names=[f"A {name * 2} B", f"A {name * 2} C"]), width)
+    for ax, end in zip(drawn.axes, "BC", strict=True):
+        shown = ax.get_title(loc="left").splitlines()[0]
+        assert (shown[:2], shown[-1]) == ("A ", end)
+        assert ax.bbox.width * 0.9 <= ax._left_title.get_window_extent().width <= ax.bbox.width
 
 
 def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
     ax = figure.plot(trace)
     assert "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3" in ax.get_title(loc="left")
     legend = [entry.get_text() for entry in ax.get_legend().get_texts()]
-    assert legend == ["F3 = forward of micro-batch 3", "B backward", WAIT, "not begun, or done"]
+    assert legend == ["F forward", "B backward", WAIT, "not begun, done", ARROW]
+    assert ax.get_xlabel() == "time (units); F3 = forward of micro-batch 3"
+    assert trace.plot(label=str).get_xlabel() == "time (units)"  # what a label of one's own means, its writer says
 
 
 def test_a_measured_trace_begins_at_zero():
@@ -167,7 +164,7 @@ def test_a_measured_trace_begins_at_zero():
     measured = pipelab.Trace(plan, [[5000.0, 5001.0]], [[5001.0, 5003.0]], unit="ms", source="measured")
     ax = figure.plot(measured)
     assert ax.get_xlim() == (0, 3)
-    assert ax.get_xlabel() == "time (ms)"
+    assert ax.get_xlabel() == "time (ms); F0 = forward of micro-batch 0"
     assert [box[:2] for box in boxes(ax, "F")] == [(0, 1)]
 
 
@@ -184,7 +181,7 @@ def test_text_in_an_svg_is_text_and_two_drawings_are_the_same_bytes(trace):
     words = [element.text for element in ET.fromstring(drawn).iter(TEXT)]  # noqa: S314 - our own drawing
     for event in trace.events:
         assert words.count(f"{event.action.kind}{event.action.microbatch}") == 4
-    assert "time (units)" in words
+    assert "time (units); F3 = forward of micro-batch 3" in words
     assert drawn == figure.svg(trace)
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or pyplot.get_fignums() == []
@@ -324,7 +321,7 @@ def test_a_papers_figure_has_its_whole_legend_inside(width):
     assert legend.y1 <= ax.xaxis.get_tightbbox().y0 + 1 or legend.x0 > ax.xaxis.label.get_window_extent().x1
 
 
-WAIT = "wait (r2: for rank 2), arrow: the longest"
+WAIT, ARROW = "wait (r1: rank 1)", "arrow: longest"
 PAPER = ("gpipe", "1f1b", "zb-h1", "dualpipe")
 
 
@@ -356,7 +353,9 @@ def test_on_paper_labels_have_7_points_or_are_numbers_and_nothing_overlaps(name,
     assert not overlapping(every)
     assert all(drawn.bbox.x0 <= each.get_window_extent().x0 for each in every)
     assert all(each.get_window_extent().x1 <= drawn.bbox.x1 for each in every)
-    assert all(each.get_fontsize() >= 7 or each.get_text().isdecimal() for each in every)
+    sizes = {each.get_fontsize() for each in every}
+    assert min(sizes) >= 7
+    assert (sizes == {7}) is (width in ("column", "beamer"))
     assert drawn.axes[-1].get_legend().get_window_extent().height <= drawn.bbox.height / 6
 
 
@@ -399,23 +398,30 @@ def test_colours_and_labels_may_be_ones_own(trace):
     assert {each.get_text() for ax in both.axes for each in named(ax)} == {"x"}
 
 
+def several_of(ax):
+    return ax.get_legend().get_texts(), ax.get_legend().legend_handles
+
+
 def test_a_legend_names_what_is_drawn():
     def entries(trace):
         return [each.get_text() for each in figure.plot(trace).get_legend().get_texts()]
 
     late = pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(latency=0.5))
-    forward = "F1 = forward of micro-batch 1"
-    assert entries(late) == [forward, "B backward", WAIT, "transfer", "not begun, or done"]
-    assert entries(pipelab.simulate(pipelab.GPipe(1, 2))) == [forward, "B backward"]
-    assert entries(pipelab.simulate(pipelab.GPipe(8, 700))) == [forward.replace("1", "3"), "B backward", "idle"]
-    several = entries(pipelab.simulate(pipelab.ZBV(4, 8)))
-    assert several[:3] == [
-        "2F3 = stage 2, forward, micro-batch 3, every second stage of a rank paler",
-        "I backward, part 1: input gradient",
-        "W backward, part 2: weight gradient",
+    both = ["F forward", "B backward"]
+    assert entries(late) == [*both, WAIT, "transfer", "not begun, done", ARROW]
+    assert entries(pipelab.simulate(pipelab.GPipe(1, 2))) == both
+    assert entries(pipelab.simulate(pipelab.GPipe(8, 700))) == [*both, "idle"]
+    several = figure.plot(pipelab.simulate(pipelab.ZBV(4, 8)))
+    shown = {each.get_text(): swatch for each, swatch in zip(*several_of(several), strict=True)}
+    assert list(shown) == [
+        "F forward",
+        "I backward: input",
+        "W backward: weight",
+        "paler: 2nd stage",
+        "not begun, done",
     ]
-    sliced = entries(pipelab.simulate(pipelab.Seq1F1B(4, 8)))
-    assert sliced[0] == "F3 = forward of micro-batch 3: a slice, 1/2 of a sequence"
+    assert to_hex(shown["paler: 2nd stage"].get_facecolor()) == colours.PALETTE["F"][1].lower()
+    assert several.get_xlabel().endswith("; 2F3 = stage 2, forward, micro-batch 3")
 
 
 @pytest.mark.parametrize(("suffix", "encoding"), [("svg", "utf-8"), ("pdf", "utf-16-be")])

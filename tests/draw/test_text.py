@@ -94,7 +94,9 @@ def test_idle_time_says_how_long_and_for_what_where_there_is_room(one_f_one_b):
     assert "F3 ·for B0 of rank 1·B0" in drawn[2]
     assert "··drain 6··" in drawn[5]
     assert "F1 ··r3··B0" in drawn[4]
-    assert drawn[-1].endswith("; · wait (r2: for rank 2)")
+    assert drawn[-1].endswith("; · wait (r1: rank 1), not begun, done")
+    alone = text.timeline(pipelab.simulate(pipelab.OneFOneB(1, 2)), colour=False)
+    assert alone.endswith("F1 = forward of micro-batch 1; B backward")  # nothing is idle
     assert not re.search(r"·\d", "".join(drawn))  # a bare number is a micro-batch
 
 
@@ -256,8 +258,8 @@ def test_the_table_of_a_comparison_fits_eighty_columns():
     drawn = text.comparison(pipelab.compare(*(pipelab.simulate(kind(4, 8)) for kind in kinds)), 80, colour=False)
     table = drawn.split("\n\n")[0]
     assert max(map(len, table.splitlines())) <= 80
-    heads = ["name", "makespan", "own", "spans", "bubble", "peak"]
-    assert [line.split() for line in table.splitlines()[:2]] == [heads, ["activations"]]
+    heads = ["name", "step", "own", "spans", "bubble", "peak"]
+    assert [line.split() for line in table.splitlines()[:2]] == [heads, ["time", "activations"]]
 
 
 def test_a_short_trace_beside_one_that_is_too_long_is_whole_on_the_same_scale():
@@ -304,7 +306,7 @@ def test_an_action_shorter_than_a_character_is_a_thin_line_that_is_explained():
     drawn = text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8), cost), width=110, colour=False)
     (last,) = [line for line in drawn.splitlines() if line.startswith("rank 3")]
     assert sum(last.count(mark) for mark in "▏FB") >= 8  # of 16, two may share a column
-    assert drawn.endswith("▏ actions too short to be drawn")
+    assert " ".join(drawn.split()).endswith("▏ actions too short to be drawn")
     assert "▏" in text.comparison(pipelab.compare(pipelab.OneFOneB(4, 8), cost=cost), width=110, colour=False)
     assert "▏" not in text.timeline(pipelab.simulate(pipelab.OneFOneB(4, 8)), width=110, colour=False)
 

@@ -42,9 +42,9 @@ def test_long_heads_are_wrapped_where_the_lines_would_be_too_wide():
 
 
 def test_own_spans_are_named_where_all_are_shorter_than_the_makespan():
-    shown = "Every rank holds up to 7 activations. Own spans: 24 24 24 24."
+    shown = "Every rank holds up to 7 activations. From first start to last end, ranks take 24 24 24 24."
     assert wording.caption(pipelab.simulate(pipelab.ZBH2(4, 8))).endswith(shown)
-    assert "Own spans" not in wording.caption(pipelab.simulate(OneFOneB(4, 8)))
+    assert "ranks take" not in wording.caption(pipelab.simulate(OneFOneB(4, 8)))
 
 
 def test_a_caption_says_time_bubble_who_limits_it_and_memory():
@@ -57,6 +57,13 @@ def test_a_caption_says_time_bubble_who_limits_it_and_memory():
     assert wording.caption(pipelab.simulate(GPipe(4, 8))) == alone
     slow = pipelab.simulate(GPipe(4, 8), Cost(forward=[1, 1, 4, 1], backward=[2, 2, 6, 2]))
     assert "; rank 2 limits it." in wording.caption(slow)
+
+
+def test_of_slices_a_caption_and_the_example_say_how_much_of_a_sequence_they_are():
+    sliced = pipelab.simulate(pipelab.Seq1F1B(4, 8))
+    held = "Rank 0 holds up to 5 activations of slices, each 1/2 of a sequence (by rank: 5 4 3 2)."
+    assert wording.caption(sliced).endswith(held)
+    assert wording.example([sliced]) == "F3 = forward of slice 3, 1/2 of a sequence"
 
 
 def test_a_caption_tells_recomputation_from_work():
@@ -115,7 +122,7 @@ def test_ways_are_those_of_which_one_goes_up(plan, found):
 
 def test_a_comparison_is_a_row_of_figures_for_each_trace():
     heads, row = wording.table(pipelab.compare(pipelab.simulate(OneFOneB(4, 8)), names=["1F1B"]))
-    assert heads == ("name", "makespan", "bubble", "peak activations")
+    assert heads == ("name", "step time", "bubble", "peak activations")
     assert row == ("1F1B", "33 units", "27.3 %", "4 3 2 1")
 
 

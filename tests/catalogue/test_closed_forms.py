@@ -80,7 +80,7 @@ def timing(plan: Plan, letters: dict[str, float], **more: float) -> Timing:
 
 @cache
 def cases(name: str) -> list[Case]:
-    """All times for each size that a schedule accepts; with pairs, and with latency, of a few lengths each."""
+    """Times for each size that a schedule accepts, all for a small one; with pairs, and latency, of a few lengths."""
     kind = KINDS[name]
     more = [{"stages_per_rank": number} for number in (1, 2, 3)] if issubclass(kind, Looped) else [{}]
     overlaps = any(isinstance(item, pipelab.Pair) for row in kind(4, 8).plan().rows for item in row)
@@ -93,7 +93,7 @@ def cases(name: str) -> list[Case]:
         plan = schedule.plan()
         longest = max(map(len, schedule.rounds)) if isinstance(schedule, Looped) else 0
         sizes = {"P": ranks, "M": microbatches, "v": schedule.stages_per_rank, "k": schedule.slices, "L": longest}
-        for forward, inputs, weights in TIMES:
+        for forward, inputs, weights in TIMES if ranks < 4 else TIMES[::2]:
             backward = inputs + weights
             letters = sizes | {"F": forward, "I": inputs, "W": weights, "B": backward, "C": 1.25 * forward}
             alone = timing(plan, letters)

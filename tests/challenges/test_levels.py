@@ -156,11 +156,7 @@ def test_an_unknown_level_is_told_with_those_there_are(unknown):
         ("light", pipelab.Naive(4, 5), "75 units, and the level allows 39"),
         ("circle", pipelab.Plan.parse(level("circle").listed), "deadlock"),
         ("queue", pipelab.Greedy(2, 3, stages_per_rank=2, memory_cap=4, cost=level("queue").cost), "transfer-deadlock"),
-        (
-            "around",
-            pipelab.with_gathers(pipelab.Interleaved1F1B(2, 3)),
-            "2R on rank 0: this level has F and B only",
-        ),
+        ("around", pipelab.with_gathers(pipelab.Interleaved1F1B(2, 3)), "2R on rank 0: this level has F and B only"),
         ("fill", pipelab.Plan.parse(["0F0 0F1 0F2", "1F0 1F1 1F2", "2F0 2F1 2F2"]), "missing"),
     ],
 )

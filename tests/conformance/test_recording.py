@@ -13,11 +13,7 @@ from .report import flat
 BY_HAND = {
     ("ScheduleGPipe", 2, 3, 1): ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"],
     ("Schedule1F1B", 2, 4, 1): ["0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"],
-    ("Schedule1F1B", 3, 3, 1): [
-        "0F0 0F1 0F2 0B0 0B1 0B2",
-        "1F0 1F1 1B0 1F2 1B1 1B2",
-        "2F0 2B0 2F1 2B1 2F2 2B2",
-    ],
+    ("Schedule1F1B", 3, 3, 1): ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2B0 2F1 2B1 2F2 2B2"],
     ("ScheduleLoopedBFS", 2, 2, 2): ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0", "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"],
     # Narayanan et al. 2021: 2 (P - 1 - r) + (v - 1) P forwards of warm-up: all 4 of them on rank 0, 2 on rank 1.
     ("ScheduleInterleaved1F1B", 2, 2, 2): ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],

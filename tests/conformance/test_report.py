@@ -18,14 +18,7 @@ from . import recording, report
 from .__main__ import main
 from .recording import NATIVE, RUNTIME
 from .report import Grid, conformance, first_difference, flat, references, table
-from .steps import (
-    Outcome,
-    Task,
-    fixed_model,
-    fixed_task,
-    group_of_one,
-    step_of_class,
-)
+from .steps import Outcome, Task, fixed_model, fixed_task, group_of_one, step_of_class
 
 SMALL = Grid(ranks=(1, 2, 3), microbatches=(2, 3, 4, 6), stages_per_rank=(2,), most_work=8)
 

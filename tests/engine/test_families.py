@@ -75,6 +75,7 @@ def test_stages_written_by_hand_learn_as_the_model_does(name, stages):
     assert distance(*([each.grad for each in model.parameters()] for model in (ours, theirs))) < 1e-5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cut_lies_between_blocks_and_no_part_is_worse_than_it_must_be(name):
     model, (x, _) = made(name), batch(name)

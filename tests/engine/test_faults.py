@@ -25,15 +25,7 @@ from torch import nn
 import pipelab
 from pipelab import B, F, GPipe, Naive, OneFOneB, Pipeline, Plan, ScheduleError, schedules
 from pipelab.engine import threads
-from pipelab.errors import (
-    BatchError,
-    EngineError,
-    LossError,
-    PipelabError,
-    StageError,
-    StepTimeoutError,
-    UsageError,
-)
+from pipelab.errors import BatchError, EngineError, LossError, PipelabError, StageError, StepTimeoutError, UsageError
 
 pytestmark = pytest.mark.timeout(60)  # far more than any of these takes: what hangs, fails here
 

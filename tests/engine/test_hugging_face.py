@@ -19,25 +19,12 @@ import gpt2
 from transformers import BatchEncoding
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_gradients_and_weights_are_those_of_plain_training(stages):
-    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(stages, 4), "threads")
+def test_gradients_and_weights_are_those_of_plain_training():
+    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(4, 4), "threads")
     assert facts["losses"] < 1e-5
     assert facts["gradients"] < 1e-5
     assert facts["norms"] == pytest.approx([1, 1, 1], rel=1e-4)
     assert facts["verified"] < 1e-5
-
-
-def test_autocast_has_the_gradients_of_the_same_microbatches():
-    model = gpt2.model()
-    batch = gpt2.batch(8)
-    stages = split(model, 2, example={name: each[:2] for name, each in batch.items()})
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        Pipeline(stages, pipelab.GPipe(2, 4), gpt2.loss, reduction=gpt2.counted) as pipe,
-    ):
-        pipe.step(batch, batch["labels"])
-        assert pipe.verify(batch, batch["labels"]).largest_difference < 1e-2
 
 
 def test_it_is_cut_between_its_blocks_under_its_own_names():
@@ -88,10 +75,9 @@ def test_two_processes_train_it():
         assert fact["verified"] < 1e-5
 
 
-@pytest.mark.parametrize("mixed", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_mixed_precision_with_a_scaler_is_as_near_as_its_rounding(mixed):
-    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(2, 4), "threads", mixed)
-    rounding = torch.finfo(mixed).eps
+def test_mixed_precision_with_a_scaler_is_as_near_as_its_rounding():
+    facts = gpt2.train(gpt2.model(), pipelab.OneFOneB(2, 4), "threads", torch.float16)
+    rounding = torch.finfo(torch.float16).eps
     assert facts["losses"] < rounding
     assert facts["gradients"] < 4 * rounding
     assert facts["norms"] == pytest.approx([1, 1, 1], rel=rounding)

@@ -472,10 +472,7 @@ UNSEEN = {
     "boundary gradients negated": (through(lambda s, g: -g), {"sign"}),
     "boundary gradients times micro-batches": (through(lambda s, g: s.many * g), SCALE),
     "boundary gradients rolled": (through(lambda s, g: g.roll(1, -1)), BACK),
-    "clipped": (
-        lambda s, x, y: (s.run(x, y), nn.utils.clip_grad_norm_(s.parameters(), 0.01)),
-        {"clipped"},
-    ),
+    "clipped": (lambda s, x, y: (s.run(x, y), nn.utils.clip_grad_norm_(s.parameters(), 0.01)), {"clipped"}),
     "each micro-batch clipped": (clipped_each, {"clipped", "other-weights"}),
     "clamped": (changed(lambda s, p, g: g.clamp(-float(g.abs().mean()), float(g.abs().mean()))), OWN),
     "zero_grad on the way": (emptied(lambda s: s.parameters()), COUNTS),

@@ -134,9 +134,7 @@ def test_the_times_are_the_traces_in_whole_microseconds_and_a_shared_slot_counts
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [pipelab.DualPipe(2, 4), pipelab.with_gathers(pipelab.OneFOneB(2, 4))],
-    ids=["R", "gather"],
+    "plan", [pipelab.DualPipe(2, 4), pipelab.with_gathers(pipelab.OneFOneB(2, 4))], ids=["R", "gather"]
 )
 def test_what_has_no_size_is_refused_before_a_file_is_written(plan, tmp_path):
     with pytest.raises(UsageError, match=r"does not know how many bytes it moves\n  try: a plan without \w"):

@@ -97,12 +97,7 @@ def test_a_layout_of_wrong_sizes_or_words_is_refused():
         (10**6, 64, {}, "a batch of 15625"),
         (37, 8, {}, "a batch of 37"),
         (64, 64, {"pp": 4, "v": 5}, "pipeline=2; or stages_per_rank=1, 2"),
-        (
-            64,
-            64,
-            {"pp": 4, "v": 2, "schedule": "1f1b"},
-            "stages_per_rank=1; or schedule=interleaved-1f1b, v-half, zbv",
-        ),
+        (64, 64, {"pp": 4, "v": 2, "schedule": "1f1b"}, "stages_per_rank=1; or schedule=interleaved-1f1b, v-half, zbv"),
         (64, 64, {"M": 7}, "microbatches=1, 2, 4, 8, 16, 32; or a batch of 63"),
         (64, 64, {"dp": 3, "pp": 3}, "fewer values"),
     ],

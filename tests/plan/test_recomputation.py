@@ -211,8 +211,7 @@ def test_some_stages_may_run_again_and_what_is_there_stays():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
-    [*(({"ahead": each}, "ahead") for each in (-1, 0.5, None)), ({"stages": [0, 9]}, r"\[9\].*to 1")],
+    ("given", "told"), [*(({"ahead": each}, "ahead") for each in (-1, 0.5, None)), ({"stages": [0, 9]}, r"\[9\].*to 1")]
 )
 def test_ahead_is_a_whole_number_and_stages_are_those_there_are(given, told):
     with pytest.raises(pipelab.UsageError, match=told):

@@ -118,8 +118,7 @@ def test_a_ranks_share_counts_the_ranks_that_one_micro_batch_visits():
 def test_a_busy_rank_goes_on_when_all_that_it_sends_has_arrived(case, time, latency):
     reduce = 1 if reduced(case.plan) else 0
     trace = simulate(
-        case.plan,
-        Cost(forward=time, backward=2 * time, latency=latency, sender="busy", all_reduce=reduce, per="stage"),
+        case.plan, Cost(forward=time, backward=2 * time, latency=latency, sender="busy", all_reduce=reduce, per="stage")
     )
     lasts = {"F": time, "B": 2 * time, "I": time, "W": time, "R": 1}
     for rank in range(case.plan.ranks):

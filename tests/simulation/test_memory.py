@@ -97,11 +97,7 @@ def test_a_cap_in_bytes_at_the_peaks_is_kept_and_one_byte_less_is_not(name):
 
 @pytest.mark.parametrize(
     ("cap", "position", "action", "words"),
-    [
-        (349, 2, "0F2", "350 bytes (cap 349)"),
-        (456, 4, "0B0", "fewer forwards"),
-        (149, 0, "0F0", "no order holds less"),
-    ],
+    [(349, 2, "0F2", "350 bytes (cap 349)"), (456, 4, "0B0", "fewer forwards"), (149, 0, "0F0", "no order holds less")],
 )
 def test_the_first_action_that_passes_a_cap_in_bytes_is_named(cap, position, action, words):
     memory = Memory(weights=50, activations=100, gradients=7)

@@ -109,10 +109,7 @@ def test_an_action_that_takes_longer_counts_only_while_it_is_critical():
     before, after = (pipelab.simulate(pipelab.GPipe(2, 4), Cost(forward=[1, time])) for time in (0.5, 1.5))
     found = pipelab.diff(before, after)
     effects = {str(each.action): each.effects for each in found if each.effects}
-    assert effects == {
-        "1F3": {"durations": 1.0},
-        **{name: {"durations": 0.5} for name in ("1F0", "1F1", "1F2")},
-    }
+    assert effects == {"1F3": {"durations": 1.0}, **{name: {"durations": 0.5} for name in ("1F0", "1F1", "1F2")}}
     order = Order(before, {key: at for at, key in enumerate(listed(before))})
     other = Order(after, {key: at for at, key in enumerate(listed(after))})
     shares = [(path.taking(order.times), share) for path, share in passed(order, order.times, other.times)]
@@ -251,12 +248,7 @@ ONE = pipelab.simulate(pipelab.OneFOneB(2, 2))
 @pytest.mark.parametrize(
     ("other", "names", "error", "told"),
     [
-        (
-            pipelab.simulate(pipelab.ZBH1(2, 2)),
-            None,
-            pipelab.UsageError,
-            r"\(\d+ differ, such as \dB\d, only in",
-        ),
+        (pipelab.simulate(pipelab.ZBH1(2, 2)), None, pipelab.UsageError, r"\(\d+ differ, such as \dB\d, only in"),
         (pipelab.simulate(pipelab.OneFOneB(2, 3)), None, pipelab.UsageError, "2 micro-batches and 2 stages x 3 micro"),
         (pipelab.simulate(pipelab.OneFOneB(2, 2), Cost(unit="ms")), None, pipelab.UsageError, "different units"),
         (pipelab.OneFOneB(2, 2), None, TypeError, "simulate schedules and plans first"),

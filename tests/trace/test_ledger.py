@@ -56,12 +56,7 @@ def test_idle_time_of_gpipe_in_closed_form():
 def test_a_transfer_is_told_from_what_is_not_computed():
     trace = pipelab.simulate(pipelab.Naive(2, 1), Cost(forward=1, backward=2, latency=0.5))
     found = [(each.rank, each.start, each.end, each.reason) for each in trace.idle]
-    assert found == [
-        (0, 1.0, 4.5, "wait"),
-        (0, 4.5, 5.0, "transfer"),
-        (1, 0.0, 1.5, "fill"),
-        (1, 4.5, 7.0, "drain"),
-    ]
+    assert found == [(0, 1.0, 4.5, "wait"), (0, 4.5, 5.0, "transfer"), (1, 0.0, 1.5, "fill"), (1, 4.5, 7.0, "drain")]
 
 
 def test_a_transfer_that_waits_for_another_and_a_late_start_are_reasons_of_their_own():

@@ -88,8 +88,7 @@ def test_the_script_of_the_documentation_trains_on_a_mesh(folder):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
-    [("raises", "1F0 on rank 1 failed: ValueError: odd"), ("returns", "stage 0 returned a DTensor")],
+    ("how", "words"), [("raises", "1F0 on rank 1 failed: ValueError: odd"), ("returns", "stage 0 returned a DTensor")]
 )
 def test_a_failure_in_one_pipeline_of_a_mesh_ends_the_others(how, words):
     ended = processes.run_in(4, "parallel_failure.py", how, seconds=100)

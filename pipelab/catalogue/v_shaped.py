@@ -11,7 +11,7 @@ from pipelab.plan.actions import Action, F, I, W
 
 
 class ZBV(FilledV):
-    """Split backwards on two stages per rank in a V: no rank waits once it has begun, if `F`, `I`, `W` are equal.
+    """Split backwards in a V: no rank waits once it has begun, if `M >= 2 * P - 1` and times are equal.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1 |     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
@@ -19,10 +19,8 @@ class ZBV(FilledV):
     Micro-batches go down the ranks and back up. A backward starts on rank 0, where its forward started, so every rank
     holds as much as 1F1B's rank 0: ZB-H2's gain, in 1F1B's memory.
 
-    With at least `2 * P - 1` micro-batches and equal times, no rank waits between its first start and its last end. The
-    makespan is longer, because the ranks do not start together: over the whole step, 4 ranks with 8 micro-batches have
-    a bubble of 5.9 %, where 1F1B has 27.3 %. Every rank holds at most `2 * P` stage activations, each half a rank's
-    share: `P` of 1F1B's.
+    The ranks do not start together: over the whole step, 4 ranks with 8 micro-batches have a bubble of 5.9 %, where
+    1F1B has 27.3 %. Every rank holds at most `2 * P` stage activations, each half a rank's share: `P` of 1F1B's.
 
     The order is PyTorch's: fixed, and fitted to equal times. Where `W` is shorter than `F` and `I`, ranks wait; where
     `F` and `I` differ too, all ranks wait. The paper computes a new order for measured times.

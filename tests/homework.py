@@ -6,6 +6,7 @@ import difflib
 import json
 import linecache
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +54,9 @@ def differs_only_in_holes(name: str) -> int:
     return len(re.findall(r"# Hole \d", template))
 
 
-def graded(homework: Any, name: str, text: str, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
-    """Return the grade of a text, in this process. No file: Python would take two of a second and a size for one."""
+@cache
+def recorded(homework: Any, text: str, seed: int) -> str:
+    """Return what a text does, in this process. No file: Python would take two of a second and a size for one."""
     module = ModuleType("handed_in")
 
     def load() -> ModuleType:
@@ -62,6 +64,10 @@ def graded(homework: Any, name: str, text: str, seed: int = 0, points: dict[str,
         exec(compile(text, "handed_in.py", "exec"), vars(module))  # noqa: S102
         return module
 
-    sent = json.loads(json.dumps(homework.record(load, seed, lambda _: None)))
-    found, note = homework.judge(sent, seed)
+    return json.dumps(homework.record(load, seed, lambda _: None))
+
+
+def graded(homework: Any, name: str, text: str, seed: int = 0, points: dict[str, int] | None = None) -> Grade:
+    """Return the grade of a text."""
+    found, note = homework.judge(json.loads(recorded(homework, text, seed)), seed)
     return Grade("handed_in.py", marks_of(found, HOMEWORKS[name].weighed(points or {})), note=note)

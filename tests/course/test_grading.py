@@ -77,6 +77,7 @@ def test_start_writes_the_file_and_never_overwrites_one(succeeds, refused, folde
 DEVICES = "device = 'cuda:1' if torch.cuda.is_available() else 'cpu'\n    outputs, targets = [], []"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "text",
     [
@@ -108,6 +109,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_target_elsewhere_fails_though_a_processor_would_not_notice(place):
     grade = judged(changed((MOVE, f"targets.append({place})")))
@@ -129,7 +131,7 @@ def test_a_script_that_moves_everything_to_gpus_when_it_is_imported_is_graded_on
 
 def test_a_pretended_gpu_is_gone_when_the_submission_is_done():
     before = (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__)
-    judged(SOLUTION)
+    judged(first("import torch; print(torch.cuda.is_available())"))
     assert (torch.cuda.is_available, torch.cuda.device_count, torch.nn.Parameter.__new__) == before
 
 

@@ -5,8 +5,7 @@
 # of the batch. Or something in between: four pipelines of four stages, say. The scripts that you find on the net all
 # use something in between, and none of them says why.
 #
-# On this page you find the formula that decides if nothing hides the all-reduce, and it says that the middle is never
-# best. Then you find out what it leaves out.
+# On this page you find the formula that decides if nothing hides the all-reduce, and then what the formula leaves out.
 #
 # It takes about 26 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce
 # works inside is in [Gradients around a ring](gradients_around_a_ring.md). Run it with

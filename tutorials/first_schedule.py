@@ -11,7 +11,7 @@ from pipelab import B, F
 pipelab.simulate(pipelab.Naive(ranks=4, microbatches=8))
 
 # %% [markdown]
-# They wait. Each row is a GPU, and light boxes are idle time. A better order takes a third of the time.
+# They wait. Each row is a GPU, and light boxes are idle time. A better order takes far less time.
 #
 # A model that is cut like this has **stages**. A **rank** is a worker that holds one of them, on its own device. The
 # batch is cut into **micro-batches**, and each of them must go forward through all stages and then backward through all

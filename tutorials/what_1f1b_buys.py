@@ -4,8 +4,8 @@
 # In the lecture you heard that 1F1B has a smaller bubble than GPipe. You change one word in your script, from GPipe to
 # 1F1B, and measure. The step is as long as before, to the millisecond. Did you do something wrong?
 #
-# You did not. On this page you find out why both wait equally long, what 1F1B saves instead, and how you turn that into
-# a shorter step after all.
+# You did not. On this page you find out what the ranks wait for, what 1F1B saves, and how you turn that into a shorter
+# step after all.
 #
 # It takes about 20 minutes, and you need [The memory wall](memory_wall.md) before it. Run it with
 # `pipelab tutorial what_1f1b_buys`, which asks for your predictions before it shows the answers.

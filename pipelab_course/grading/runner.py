@@ -192,16 +192,7 @@ def sandbox() -> list[str]:
     program, torch = shutil.which("bwrap"), importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise UsageError(NO_TORCH)
-    needed = [
-        "/usr",
-        "/bin",
-        "/lib",
-        "/lib64",
-        "/etc/alternatives",
-        "/etc/ld.so.cache",
-        "/etc/passwd",
-        "/etc/localtime",
-    ]
+    needed = ["/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd"]
     needed += ["/sys/devices/system/cpu", sys.base_prefix, sys.prefix, str(Path(sys.executable).resolve().parents[1])]
     needed += ["/etc/localtime", site.getusersitepackages(), str(Path(torch.origin).parents[1])]
     needed += [str(Path(str(package.__file__)).parent) for package in (pipelab, pipelab_course)]

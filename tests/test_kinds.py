@@ -59,8 +59,8 @@ def test_a_plan_may_have_the_new_kind_or_not_and_only_then_has_codes_for_it(foun
 @pytest.mark.parametrize(
     ("plan", "code", "names"),
     [
-        ("early", "unordered", ("1X0", "1B0", "gw(0, 1)")),
-        ("split", "unordered", ("0X0", "0W0", "gw(0, 0)")),
+        ("early", "unordered", ("1X0", "1B0", "the weight gradient of micro-batch 0 from stage 1")),
+        ("split", "unordered", ("0X0", "0W0", "the weight gradient of micro-batch 0 from stage 0")),
         ("lost", "duplicate", ("0X0", "rank 1")),
     ],
 )

@@ -262,6 +262,8 @@ def test_the_page_draws_explains_ends_a_loop_and_goes_on(opened):
     assert tab.locator(".pg-fault > pre").text_content() == str(pipelab.check(reversed_schedule()(4, 8))[0])
     assert tab.evaluate("!document.querySelector('.pg-frame').hidden && document.querySelector('.pg-frame').inert")
     assert tab.locator(".pg-order").count() == 2
+    first = str(pipelab.check(reversed_schedule()(4, 8))[0]).splitlines()[0]
+    assert tab.evaluate("document.querySelector('.pg-fault').innerText.split(" + repr(first) + ").length") == 2  # once
     assert tab.locator("[data-arrow]").count() == len(pipelab.check(reversed_schedule()(4, 8))[0].cycle)
     tab.locator("#pg-code").fill(f"x = 1\nraise ValueError({HOSTILE!r})")
     wait_until(tab, "document.querySelector('.pg-wrong')?.textContent.startsWith('raise')")

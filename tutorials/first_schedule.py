@@ -188,9 +188,8 @@ print(fault)
 # forward first, and rank 0 would run it only after its backward. On real devices this program would hang, without a
 # message. pipelab finds the deadlock before anything runs, and has run the order it suggests after `try:`.
 #
-# The lines between show what each rank waits for, always as (micro-batch, stage). `gin(0, 1)` is the gradient of stage
-# 1's input for micro-batch 0, which stage 0's backward needs. `out(1, 0)` is the output of micro-batch 1 from stage 0,
-# which stage 1's forward needs.
+# The lines between say what each rank waits for. The gradient from stage 1 is the gradient of its input, which stage
+# 0's backward needs. The output from stage 0 is what stage 1's forward needs.
 
 # %%
 assert fault.code == "deadlock"

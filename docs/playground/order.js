@@ -99,8 +99,10 @@ window.pipelabOrder = (picture) => {
       bx,
       by;
     if (rank === other) {
-      const over = rank === Math.min(...arrows.map((each) => each[0])),
-        way = Math.sign(x2 - x1) || 1;
+      const ranks = arrows.map((each) => each[0]),
+        way = Math.sign(x2 - x1) || 1,
+        alone = new Set(ranks).size === 1, // two arrows between the same cells: one over them, one under
+        over = alone ? way > 0 : rank === Math.min(...ranks);
       x1 += (way * width) / 8;
       x2 -= (way * width) / 8;
       y1 = y2 = y1 + (over ? 0 : HIGH);

@@ -138,7 +138,11 @@
     if (answer.content) return draw(answer.content, answer.other);
     const said = ({ fault: words, pictures }) => [
       Object.assign(tag("pre", words), { tabIndex: 0 }), // long lines scroll
-      ...pictures.map(window.pipelabOrder),
+      ...pictures.map((each) => {
+        const made = window.pipelabOrder(each);
+        if (words.startsWith(each.title)) made.querySelector("h3").remove(); // the words say it
+        return made;
+      }),
     ];
     fault.replaceChildren(...said(answer));
     if (answer.more) {

@@ -311,7 +311,7 @@ def _unordered_fault(
 ) -> Fault:
     """Return the fault of an action at one position that needs a value of the action at a later one."""
     codes = bound.codes
-    needer, needed, name = codes.action(early), codes.action(giver), codes.value_name(value)
+    needer, needed, name = codes.action(early), codes.action(giver), codes.value_words(value)
     own = "its own " if (needer.microbatch, needer.stage) == (needed.microbatch, needed.stage) else ""
     slices = needer.microbatch != needed.microbatch and value in codes.more_needs.get(early, ())
     message = (

@@ -175,7 +175,7 @@ def _wait(
         giver = bound.giver_of[value]
         on = bound.rank_of[giver]
         how = "which it gives itself" if name(giver) == name(code) else f"given by {name(giver)}"
-        needs = f"needs {bound.codes.value_name(value)}, {how}"
+        needs = f"needs {bound.codes.value_words(value)}, {how}"
     places = _place(bound, rank, code), _place(bound, on, giver)
     return _RankWait(rank, str(name(code)), needs, str(name(giver)), on, *places, code=code, giver=giver)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipelab.checking.transfers import hang
 from pipelab.errors import clean
-from pipelab.plan.actions import Action, Pair
+from pipelab.plan.actions import TRAITS, Action, Pair
 from pipelab.plan.fault import Code, Fault, Link, shorten
 from pipelab.plan.order import traverse
 from pipelab.simulation.wire import lower
@@ -213,10 +213,17 @@ def _of_plan(plan: Plan, faults: Sequence[Fault], shown: Fault | None = None, ti
 
 
 def _said(words: str) -> str:
-    """Return a sentence without Python and names of values: `yield F(1, 2)` becomes `run 2F1`."""
-    for value, name in (("out", "output"), ("gin", "gradient")):
-        words = re.sub(rf"needs {value}\((\d+), \d+\)", rf"waits for the {name} of micro-batch \1", words)
-    return re.sub(r"\b([A-Z])\((\d+)(?:, (\d+))?\)", r"\3\1\2", words.replace("yield ", "run "))
+    """Return a sentence without Python: `yield F(1, stage=2)` becomes `run 2F1`, and moves are words."""
+    return re.sub(r"\b([A-Z]+)\((\d*)(?:(?:, )?(?:stage=)?(\d+))?\)", _named, words.replace("yield ", "run "))
+
+
+def _named(found: re.Match[str]) -> str:
+    """Return an action as its cell has it, or what moves weights or an activation."""
+    kind, microbatch, stage = found.groups(default="")
+    traits = next((each for name, each in TRAITS.items() if name == kind), None)
+    if traits is None or traits.computes:
+        return f"{stage}{kind}{microbatch}" if microbatch or stage else kind
+    return f"the {traits.word} of {f'micro-batch {microbatch}' if microbatch else f'the weights of stage {stage}'}"
 
 
 def _line(fault: Fault) -> str:

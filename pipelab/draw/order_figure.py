@@ -123,6 +123,10 @@ def key_of(drawing: Drawing) -> list[str]:
     there: set[str] = {cell.state for cell in cells}
     there |= {name for name in ("struck", "over", "moved") if any(getattr(cell, name) for cell in cells)}
     key = [words for name, words in KEY if name in there]
+    shown = [cell.actions[0] for cell in cells if len(cell.actions) == 1 and cell.position is not None]
+    examples = [f"{each} = stage {each.stage}, {each.word}, micro-batch {each.microbatch}" for each in shown[:1]]
+    moved = dict.fromkeys(f"{each.kind}: {each.word}" for each in shown if not each.traits.computes)
+    key += [*(examples if shown and shown[0].microbatch is not None else []), *moved]
     longest = max(map(len, drawing.rows), default=0)
     if len(columns) < longest:
         key.append(f"{len(columns)} of {longest} columns are shown")
@@ -221,8 +225,9 @@ def _arrow(arrow: Arrow, grid: _Grid, ax: Axes) -> None:
     aside = 0.13 * grid.cell
     x, x2 = grid.left[column] + grid.cell / 2, grid.left[end] + grid.cell / 2
     if rank == other:  # over the cycle's first row and under the others, where arrows between rows are fewest
-        over = rank == min(each.start[0] for each in grid.drawing.arrows)
+        ranks = {each.start[0] for each in grid.drawing.arrows}
         to_right = 1 if x2 > x else -1
+        over = rank == min(ranks) and (len(ranks) > 1 or x2 > x)  # two between the same cells do not cover each other
         x, x2 = x + to_right * aside, x2 - to_right * aside
         y = y2 = grid.y(rank) + _HIGH * (not over)
         rad = (-to_right if over else to_right) * 0.4 / max(abs(x2 - x), 0.1)

@@ -242,7 +242,7 @@ def awaited_action(plan: Plan, rank: RankState) -> tuple[str, Action, int] | Non
     for value in codes.needs(codes.code(rank.actions[rank.position])):
         giver = bound.giver_of[value]
         if bound.rank_of[giver] != rank.rank:
-            return codes.value_name(value), codes.action(giver), bound.rank_of[giver]
+            return codes.value_words(value), codes.action(giver), bound.rank_of[giver]
     return None
 
 

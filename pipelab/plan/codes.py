@@ -34,6 +34,7 @@ def _needed(text: str) -> tuple[str, int]:
     return f"{name}(m,s)", _NEIGHBOURS[stage]
 
 
+_WORDS = {"out": "output", "gin": "gradient", "gw": "weight gradient", "again": "recomputed activation"}
 _NEEDS = {kind: [_needed(text) for text in TRAITS[kind].needs] for kind in KINDS}
 
 
@@ -234,6 +235,12 @@ class Codes:
         """Return a value's name as `needs` and `gives` are written: `out(micro-batch, stage)`."""
         family, slot = divmod(value, self._slots)
         return f"{self.values[family].split('(')[0]}({self.microbatch[slot]}, {self.stage[slot]})"
+
+    def value_words(self, value: int) -> str:
+        """Return what a value is."""
+        family, slot = divmod(value, self._slots)
+        name = self.values[family].split("(")[0]
+        return f"the {_WORDS.get(name, name)} of micro-batch {self.microbatch[slot]} from stage {self.stage[slot]}"
 
     def by_code(self, times: Mapping[Kind, Sequence[float]]) -> list[float]:
         """Return, by code up to the first move, the times of each kind, given by stage or by slot; of `R`, by stage."""

@@ -156,7 +156,8 @@ def test_a_pair_that_needs_itself_is_refused_only_where_it_is_one_slot():
     fault = as_one_slot(plan)
     assert fault.message.splitlines() == [
         "rank 0 waits for itself",
-        "  (0F1;0B1)OVERLAP_F_B (rank 0, position 1) needs out(1, 0), which it gives itself",
+        "  (0F1;0B1)OVERLAP_F_B (rank 0, position 1) needs the output of micro-batch 1 from stage 0, "
+        "which it gives itself",
     ]
     assert "leave out Cost(pair=...)" in fault.hint
     assert fault.excerpt.endswith("^" * len("(F1;B1)OVERLAP_F_B"))
@@ -169,15 +170,19 @@ def test_a_pair_that_needs_itself_is_refused_only_where_it_is_one_slot():
         (
             [[F(1, 0), F(0, 0) & B(1, 0), B(0, 0)], [F(1, 1), F(0, 1) & B(1, 1), B(0, 1)]],
             [
-                "(0F0;0B1)OVERLAP_F_B (rank 0, position 1) needs gin(1, 1), given by (1F0;1B1)OVERLAP_F_B",
-                "(1F0;1B1)OVERLAP_F_B (rank 1, position 1) needs out(0, 0), given by (0F0;0B1)OVERLAP_F_B",
+                "(0F0;0B1)OVERLAP_F_B (rank 0, position 1) needs the gradient of micro-batch 1 from stage 1, "
+                "given by (1F0;1B1)OVERLAP_F_B",
+                "(1F0;1B1)OVERLAP_F_B (rank 1, position 1) needs the output of micro-batch 0 from stage 0, "
+                "given by (0F0;0B1)OVERLAP_F_B",
             ],
         ),
         (
             [[F(0), F(1) & B(0), B(1)], [F(0), F(1), B(0), B(1)]],
             [
-                "(0F1;0B0)OVERLAP_F_B (rank 0, position 1) needs gin(0, 1), given by 1B0",
-                "1B0 (rank 1, position 2) comes after 1F1, which needs out(1, 0), given by (0F1;0B0)OVERLAP_F_B",
+                "(0F1;0B0)OVERLAP_F_B (rank 0, position 1) needs the gradient of micro-batch 0 from stage 1, "
+                "given by 1B0",
+                "1B0 (rank 1, position 2) comes after 1F1, which needs the output of micro-batch 1 from stage 0, "
+                "given by (0F1;0B0)OVERLAP_F_B",
             ],
         ),
     ],

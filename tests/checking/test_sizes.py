@@ -139,8 +139,9 @@ def test_of_many_deadlocks_only_the_first_have_their_repair_tried_out(monkeypatc
 def test_the_first_late_gradient_is_the_one_that_an_all_reduce_waits_for():
     plan = Plan([[F(0), F(1), F(2), B(0), R(), W(1), I(1), B(2)]])
     fault = next(fault for fault in check(plan) if fault.action == R(0))
-    assert "0R on rank 0, position 4 comes before weight gradient 0W1 at position 5, which gives it gw(1, 0)" in str(
-        fault
+    assert (
+        "0R on rank 0, position 4 comes before weight gradient 0W1 at position 5, which gives it the weight gradient"
+        in str(fault)
     )
     with pytest.raises(ScheduleError):
         pipelab.simulate(plan)

@@ -67,11 +67,33 @@ def test_the_arrows_are_the_faults_cycle_closed_and_numbered(faults):
 def test_a_fault_is_told_without_python_and_names_of_values():
     before, _ = drawings(check(DEADLOCK))
     assert before.notes == [
-        "0B0 waits for the gradient of micro-batch 0, given by 1B0",
+        "0B0 needs the gradient of micro-batch 0 from stage 1, given by 1B0",
         "1B0 comes after 1F1 on rank 1",
-        "1F1 waits for the output of micro-batch 1, given by 0F1",
+        "1F1 needs the output of micro-batch 1 from stage 0, given by 0F1",
         "0F1 comes after 0B0 on rank 0",
     ]
+
+
+def test_the_two_arrows_of_a_cycle_in_one_row_have_their_numbers_apart():
+    (drawing,) = drawings(WITH_CYCLES["unordered"])
+    (ax,) = order_figure.plot([drawing], "").axes
+    one, other = (each.get_window_extent() for each in ax.texts if each.get_text() in "12")
+    assert not one.padded(4).overlaps(other.padded(4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "hint"),
+    [
+        ("0F0 2F0 0B0 2B0; 1F0 1B0 3F0 3B0", "on rank 0, run 2B0 before 0B0; on rank 1, run 3F0 and 3B0 before 1B0"),
+        ("0F0 0UNSHARD 0B0 0RESHARD", "run the gather of the weights of stage 0 before it: one gather before each use"),
+    ],
+)
+def test_a_picture_names_actions_as_its_cells_do_and_says_what_they_are(rows, hint):
+    every = drawings(check(Plan.parse(rows)))
+    assert hint in [each.hint or each.title.removeprefix("try: ") for each in every]
+    key = order_figure.key_of(every[0])
+    assert "0F0 = stage 0, forward, micro-batch 0" in key
+    assert ("UNSHARD: gather" in key) is ("UNSHARD" in rows)
 
 
 @pytest.mark.parametrize("faults", WITH_CYCLES.values(), ids=WITH_CYCLES)

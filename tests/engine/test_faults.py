@@ -358,13 +358,15 @@ def test_a_stage_that_never_returns_is_told_with_who_waits_for_whom(short_grace)
         hang.over.set()
     first, *ranks = str(timeout.value).splitlines()
     assert first.startswith("nothing moved for ")
-    assert ranks[0] == "  rank 0 waits, before 0B0 (stage 0, position 1), for gin(0, 1), given by 1B0 on rank 1"
+    value = "the gradient of micro-batch 0 from stage 1"
+    assert ranks[0] == f"  rank 0 waits, before 0B0 (stage 0, position 1), for {value}, given by 1B0 on rank 1"
     line = Hang.__call__.__code__.co_firstlineno + 1
     assert ranks[1] == (
         f"  rank 1 was running 1F0 (stage 1, position 0), at {__file__}, line {line}, in __call__: "
         "self.over.wait(50)  # the student's waiting line"
     )
-    assert ranks[2] == "  rank 2 waits, before 2F0 (stage 2, position 0), for out(0, 1), given by 1F0 on rank 1"
+    value = "the output of micro-batch 0 from stage 1"
+    assert ranks[2] == f"  rank 2 waits, before 2F0 (stage 2, position 0), for {value}, given by 1F0 on rank 1"
 
 
 def test_a_stage_that_hangs_is_given_up_soon_after_the_timeout(monkeypatch):

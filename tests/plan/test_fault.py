@@ -86,7 +86,7 @@ MESSAGES = {
     "unordered": (
         Plan.parse(["0B0 0F0"]),
         "unordered: 0B0 on rank 0, position 0 comes before its own forward 0F0 at position 1, "
-        "which gives it out(0, 0)\n"
+        "which gives it the output of micro-batch 0 from stage 0\n"
         "  try: yield F(0) before B(0) on rank 0\n"
         "    rank 0 | 0B0 0F0\n"
         "             ^^^",
@@ -94,8 +94,9 @@ MESSAGES = {
     "deadlock": (
         Plan.parse(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]),
         "deadlock: rank 0 waits for rank 1, which waits for rank 0\n"
-        "  0B0 (rank 0, position 1) needs gin(0, 1), given by 1B0\n"
-        "  1B0 (rank 1, position 2) comes after 1F1, which needs out(1, 0), given by 0F1\n"
+        "  0B0 (rank 0, position 1) needs the gradient of micro-batch 0 from stage 1, given by 1B0\n"
+        "  1B0 (rank 1, position 2) comes after 1F1, which needs the output of micro-batch 1 from stage 0, "
+        "given by 0F1\n"
         "  0F1 comes after 0B0 on rank 0\n"
         "  try: yield F(1) before B(0) on rank 0\n"
         "    rank 0 | 0F0 0B0 0F1 0B1\n"

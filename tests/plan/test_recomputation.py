@@ -88,8 +88,12 @@ def test_random_plans_run_if_and_only_if_the_rule_says_so_and_take_and_hold_what
 @pytest.mark.parametrize(
     ("text", "code", "names"),
     [
-        ("0C0 0F0 0B0", "unordered", ("0C0", "its own forward 0F0", "out(0, 0)")),
-        ("0F0 0B0 0C0", "unordered", ("0B0", "its own recomputation 0C0", "again(0, 0)")),
+        ("0C0 0F0 0B0", "unordered", ("0C0", "its own forward 0F0", "the output of micro-batch 0 from stage 0")),
+        (
+            "0F0 0B0 0C0",
+            "unordered",
+            ("0B0", "its own recomputation 0C0", "the recomputed activation of micro-batch 0 from stage 0"),
+        ),
         ("0F0 0I0 0C0 0W0", "unordered", ("0I0", "0C0")),
         ("0F0 0C0 0C0 0B0", "duplicate", ("0C0",)),
         ("0F0 1F0 1B0 0B0; 1C0", "wrong-rank", ("1C0", "rank 0")),

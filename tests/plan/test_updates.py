@@ -79,9 +79,9 @@ def test_random_plans_with_updates_run_if_and_only_if_the_rule_says_so():
 @pytest.mark.parametrize(
     ("text", "code", "names"),
     [
-        ("0F0 0U0 0B0", "unordered", ("0U0", "0B0", "gw(0, 0)")),
-        ("0F0 0F1 0B1 0U1 0B0", "unordered", ("0U1", "0B0", "gw(0, 0)")),
-        ("0F0 0F1 0B0 0B1 0U1 0U0", "unordered", ("0U1", "0U0", "weights(0, 0)")),
+        ("0F0 0U0 0B0", "unordered", ("0U0", "0B0", "the weight gradient of micro-batch 0 from stage 0")),
+        ("0F0 0F1 0B1 0U1 0B0", "unordered", ("0U1", "0B0", "the weight gradient of micro-batch 0 from stage 0")),
+        ("0F0 0F1 0B0 0B1 0U1 0U0", "unordered", ("0U1", "0U0", "the weights of micro-batch 0")),
         ("0F0 0B0 0U0 0U0", "duplicate", ("0U0",)),
     ],
 )

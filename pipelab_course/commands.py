@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files as resources
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -19,7 +20,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from pipelab import files
 from pipelab.catalogue import schedules
 from pipelab.cli.measuring import Work, cores, too_few_cores, why_slow
 from pipelab.cli.options import grouped, whole_numbers
@@ -30,13 +30,13 @@ from pipelab.simulation.clock import simulate
 from pipelab.table import Column, Table
 from pipelab_course import hybrid as hybrids
 from pipelab_course import report as claims
-from pipelab_course.grading.tasks import HOMEWORKS, start_homework, variant
+from pipelab_course.grading.tasks import HOMEWORKS, Variant, ruled, start_homework, variant
 
 Row = TypeVar("Row")
 
 Folder = Annotated[Path, typer.Argument(help="where --start writes; it is made if need be", show_default=False)]
 Start = Annotated[bool, typer.Option("--start", help="write the homework's file with its holes")]
-Own = Annotated[str, typer.Option("--variant", help="a student's own numbers, which follow from this name")]
+Own = Annotated[str, typer.Option("--variant", help="a student's own variant, which follows from this name")]
 SaveTable = Annotated[
     list[Path] | None,
     typer.Option("--save", "-o", help="a file to write: csv txt md html; png svg pdf: the plot; repeatable"),
@@ -147,12 +147,8 @@ def _end(rows: list[Row], whole: bool, table: Callable[[list[Row]], Table], save
 
 
 def _start(name: str, folder: Path, own: str = "") -> None:
-    """Write a homework's file into a folder, with a student's own numbers if need be, and say what to do with it."""
-    path = start_homework(name, folder)
-    if own:
-        numbers = variant(own)
-        text = files.read_text(path).replace("MICRO_BATCHES = 4", f"MICRO_BATCHES = {numbers.microbatches}")
-        files.write(path, text.replace("rows=32", f"rows={numbers.microbatches * numbers.rows}"))
+    """Write a homework's file into a folder, or a student's variant of it, and say what to do with it."""
+    path = start_homework(name, folder, own)
     graded = f"pipelab grade {path}{f' --variant {quote(own)}' if own else ''}"
     run = f"torchrun --nproc-per-node 2 {path}" if name == "hw1" else f"python {path}"
     width = max(len(run), len(graded))
@@ -363,12 +359,15 @@ def _figures(
     _end(rows, whole, hybrids.measured_table, None)
 
 
-def _of_homework(microbatches: int) -> dict[str, str]:
+def _of_homework(own: Variant) -> dict[str, str]:
     """Return the numbers of homework 4's answers: what its loop prints and runs, and how long two ranks take."""
-    rounds = " ".join(["F0", *(f"F{m} B{m - 1}" for m in range(1, microbatches))])
-    found = {"microbatches": str(microbatches), "printed": rounds, "ran": f"{rounds} B{microbatches - 1}"}
+    order = ruled("orders", own.order, own.microbatches)
+    rounds = " ".join([f"F{order[0]}", *(f"F{m} B{before}" for before, m in pairwise(order))])
+    found = {"microbatches": str(own.microbatches), "printed": rounds, "ran": f"{rounds} B{order[-1]}"}
+    if own.order:
+        found |= {"order": HOMEWORKS["hw4"].orders[own.order], "weights": HOMEWORKS["hw4"].weights[own.weights]}
     for name in ("naive", "gpipe", "delayed"):
-        found[f"{name}_units"] = f"{wording.number(simulate(schedules[name](2, microbatches)).makespan)} units"
+        found[f"{name}_units"] = f"{wording.number(simulate(schedules[name](2, own.microbatches)).makespan)} units"
     return found
 
 
@@ -382,13 +381,14 @@ def hw4(asked: Asked, folder: Folder = Path(), start: Start = False, own: Own = 
     if start:
         _start("hw4", folder, own)
         return
-    rows = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks]
-    print_and_save(
-        asked.below(Table(rows, [Column("task"), Column("points")]), "hw4", [_of_homework(variant(own).microbatches)]),
-        None,
-    )
-    file = HOMEWORKS["hw4"].file
-    say(f"pipelab lab hw4 --start writes {file} with three holes, and pipelab grade {file} grades it.")
+    rows, mine = [{"task": each.name, "points": each.points} for each in HOMEWORKS["hw4"].tasks], variant(own)
+    table = Table(rows, [Column("task"), Column("points")])
+    print_and_save(asked.below(table, "hw4", [_of_homework(mine)]), None)
+    file, option = HOMEWORKS["hw4"].file, f" --variant {quote(own)}" if own else ""
+    if own:
+        sizes = f"{mine.microbatches} micro-batches of {counted(mine.rows, 'row')}"
+        say(f"{own}'s variant: {sizes}, in this order: {mine.order}. In the gradients, {mine.weights}.\n")
+    say(f"pipelab lab hw4 --start{option} writes {file} with its holes, and pipelab grade {file}{option} grades it.")
 
 
 @lab.command()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,10 +32,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from pipelab.catalogue import Naive
 from pipelab.cli.believing import Watch
+from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.torchrun.launch import decisive, end_with_launcher, loopback_job
 from pipelab.errors import EngineError, RankError, counted
-from pipelab_course.figures import kernel_bytes, saved_by
+from pipelab_course.figures import kernel_bytes
 
 DROPPED = 5
 """How many steps are dropped before the first one that counts."""
@@ -243,7 +245,7 @@ def _train(job: Job, rank: int) -> dict[str, Any]:
     ranks = [own]
     if busy:
         shares = [median(each) for each in zip(*busy[DROPPED:], strict=True)]
-        held = _devices_mb(plain, optimizer, x.chunk(job.devices), y)
+        held = _devices_mb(plain, optimizer, x, y, job.devices)
         ranks = [[own[0], share, mb, own[3], watch.own / job.devices] for share, mb in zip(shares, held, strict=True)]
     alone: list[float] = []
     if isinstance(model, DistributedDataParallel) and job.processes > 1:
@@ -281,8 +283,9 @@ def _emulated_step(
     copies = [
         {name: each.detach().clone().requires_grad_() for name, each in own.items()} for _ in range(1, job.devices)
     ]
+    shares = [rows.clone() for rows in x.chunk(job.devices)]
     outputs, forwards, backwards, serial = list[Tensor](), list[float](), list[float](), lap()
-    for model, rows in zip([own, *copies], x.chunk(job.devices), strict=True):
+    for model, rows in zip([own, *copies], shares, strict=True):
         outputs.append(functional_call(plain, model, (rows,)))
         forwards.append(lap())
     gathered = torch.cat(outputs).detach().requires_grad_()
@@ -305,13 +308,14 @@ def _emulated_step(
     return took, loss.detach()
 
 
-def _devices_mb(plain: nn.Module, optimizer: torch.optim.SGD, parts: Sequence[Tensor], y: Tensor) -> Iterator[float]:
-    """Yield what each emulated device holds, counted from tensors; device 0 has all targets, outputs, momenta too."""
-    more = 3 * y.nbytes + sum(state["momentum_buffer"].nbytes for state in optimizer.state.values())  # outputs as y
-    both = 2 * sum(each.nbytes for each in plain.parameters())  # and their gradients
-    for rows in parts:
-        yield (more + both + saved_by(plain, rows if more else rows.clone())[0]) / 1e6
-        more = 0
+def _devices_mb(plain: nn.Module, optimizer: torch.optim.SGD, x: Tensor, y: Tensor, devices: int) -> Iterator[float]:
+    """Yield what each emulated device holds; device 0 has all rows, targets, outputs, their gradients and momenta."""
+    momenta = sum(state["momentum_buffer"].nbytes for state in optimizer.state.values())
+    for device, rows in enumerate(x.chunk(devices)):
+        with Pipeline([plain], Naive(1, 1), nn.functional.mse_loss, ["cpu"]) as pipe:
+            memory: Any = pipe.memory(rows, y[: len(rows)])
+        held = memory.weights[0] + memory.gradients[0] + memory.activations[0]
+        yield (held + (rows.nbytes if device else x.nbytes + 3 * y.nbytes + momenta)) / 1e6
 
 
 def _memory_mb(job: Job, device: torch.device, before: int) -> float:

@@ -194,7 +194,7 @@ _COLUMNS: Sequence[tuple[Column, Sequence[str | None]]] = (
     (Column("communication", "all-reduce", wording.percent), _ALL),
     (Column("utilisation", "utilisation of each", wording.percents), _ALL),
     (Column("rank_ms", "each rank's step, ms", lambda each: wording.elided(f"{ms:.1f}" for ms in each)), ["straggler"]),
-    (Column("memory_mb", "MB, each", lambda value: wording.number(round(value))), _ALL),
+    (Column("each_mb", "MB of each", lambda each: wording.elided(f"{mb:.0f}" for mb in each)), _ALL),
 )
 """The table's columns, each with the experiments that show it."""
 
@@ -271,9 +271,8 @@ def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
             notes.append(
                 "{model}: DataParallel is emulated: one process scatters, copies and gathers for {dp_devices}, and "
                 "computes for them in turn, which counts as simultaneous. Device 0 works {dp_first} of the step and "
-                "holds {dp_mb}, the others {dp_others} and {dp_others_mb} (counted from tensors).".format_map(
-                    found | single
-                )
+                "holds {dp_mb}, the others {dp_others} and {dp_others_mb}: the bytes of its tensors. DDP's MB are what "
+                "training added to a process.".format_map(found | single)
             )
     return notes
 

@@ -31,7 +31,7 @@ from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import counted
 from pipelab.table import Column, Table
-from pipelab_course.figures import quoted, saved_by
+from pipelab_course.figures import quoted
 from pipelab_course.grading.emulated import Calls, emulated
 
 Row = Mapping[str, Any]
@@ -167,17 +167,10 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
         with (watch := Watch()):
             times = [pipe.step(x, y).trace.makespan for _ in range(steps)]
         peaks = _megabytes_of(map(torch.cuda.max_memory_allocated, devices)) if len(gpus) == len(sizes) else None
-        saved: list[int] = []  # without optimizer and parameters; each stage's input is a copy on its own device
-        for stage, device in zip(pipe.stages.modules, devices, strict=True):
-            nbytes, x = saved_by(stage, x.to(device))
-            saved.append(nbytes)
-    parameters = [[*stage.parameters()] for stage in stages]
-    gradients = [[each.grad for each in held if each.grad is not None] for held in parameters]
-    parts = {
-        "parameters_mb": [*map(_bytes, parameters)],
-        "gradients_mb": [*map(_bytes, gradients)],
-        "activations_mb": saved,
-    }
+        memory: Any = pipe.memory(x, y)
+    batch_bytes = 0 if gpus else x.nbytes  # each device holds its input; where it is the batch, `memory` leaves it out
+    activations = [memory.activations[0] + batch_bytes, *memory.activations[1:]]
+    parts = {"parameters_mb": memory.weights, "gradients_mb": memory.gradients, "activations_mb": activations}
     totals = _megabytes_of(map(sum, zip(*parts.values(), strict=True)))
     return {
         "step_time_ms": median(times),
@@ -187,10 +180,6 @@ def _measured(sizes: Sequence[int], width: int, batch: int, steps: int) -> dict[
         **{name: _megabytes_of(values) for name, values in parts.items()},
         "allocator_peak_mb": peaks,
     }
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _megabytes_of(values: Iterable[int]) -> tuple[float, ...]:

@@ -191,7 +191,7 @@ def numbers(rows: Sequence[Row]) -> dict[str, str]:
         return {}
     few, many, ranks = counts[0], counts[-1], rows[0]["ranks"]
     whole, one, _, loop, _ = (at[method, many] for method in METHODS)
-    found = {"ranks": str(ranks), "many": str(many), "more": str(4 * many)}
+    found = {"ranks": str(ranks), "many": str(many), "more": str(4 * many), "halving": str(2 * many + ranks - 1)}
     found["before"] = f"{few}" if few < many else "the whole batch in one piece"
     for name, count in (("many", many), ("more", 4 * many)):
         found[f"bubble_of_{name}"] = wording.percent((ranks - 1) / (count + ranks - 1))

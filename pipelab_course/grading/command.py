@@ -50,7 +50,7 @@ def grade_command(
         int, typer.Option("--microbatches", "-m", min=1, help="the schedule's size that the pars are for")
     ] = 8,
     costs: Costs = None,
-    variant: Annotated[str, typer.Option(help="homework 4 with the numbers of this name, as in lab hw4")] = "",
+    variant: Annotated[str, typer.Option(help="homework 4's variant of this name, as in lab hw4")] = "",
     json: Annotated[Path | None, typer.Option(help="write everything about the grade, or the grades, as JSON")] = None,
     marks: Annotated[Path | None, _teachers(help="a TOML file with other points, as printed without a target")] = None,
     seed: Annotated[int, _teachers(help="of the data and the hidden sizes; keep yours to yourself")] = 0,

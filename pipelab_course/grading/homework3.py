@@ -82,10 +82,8 @@ class Homework3(Sized):
 
     def note(self, runs: Sequence[Data]) -> str:
         """Return how many calls of `.to()` copy."""
-        said = (
-            f"{run['calls']} on {gpus} GPUs, of which {len(run['moves'])} copy"
-            for run, (gpus, _) in zip(runs, self.shown, strict=True)
-        )
+        pairs = zip(runs, self.shown, strict=True)
+        said = (f"{run['calls']} on {gpus} GPUs, of which {len(run['moves'])} copy" for run, (gpus, _) in pairs)
         return f"calls of .to() in a forward: {'; '.join(said)}"
 
 

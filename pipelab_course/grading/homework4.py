@@ -11,7 +11,9 @@ import random
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
+from math import isclose
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,7 @@ from torch import nn
 
 from pipelab.engine.verify.diagnose import Diagnosis, diagnose
 from pipelab_course.grading.emulated import HOST, emulated, gpu, place_of, put
-from pipelab_course.grading.tasks import HOMEWORKS, Found, function_of, of_hidden, raised, variant
+from pipelab_course.grading.tasks import HOMEWORKS, Found, Variant, function_of, of_hidden, raised, ruled, variant
 
 TOLERANCE = 1e-3
 """Relative differences below it are rounding."""
@@ -46,16 +48,22 @@ class Run:
     changed: bool = False  # the weights, by the function
     own_loss: bool = False  # there was a loss, though `loss_fn` was not called
     error: str = ""  # what it raised, and where
+    own: Variant = field(default_factory=Variant)
+
+    def __post_init__(self) -> None:
+        """Set in which order the micro-batches must go forward, and how often each loss must count."""
+        self.order = ruled("orders", self.own.order, self.count)
+        self.weights = ruled("weights", self.own.weights, self.count)
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], data: Data) -> Run:
+    def of(cls, rows: tuple[int, ...], data: Data, own: Variant) -> Run:
         """Return the run of which these are the data; a ValueError, TypeError or LookupError if none is."""
         numbers = {-1, *range(len(rows))}
         events = [({"F": "F", "B": "B"}[kind], m) for kind, m in data["events"]]
         targets = {int(m): (torch.device(place), right is True) for m, (place, right) in data["targets"].items()}
         if not ({m for _, m in events} <= numbers and targets.keys() <= numbers):
             raise ValueError("there is no such micro-batch")
-        return cls(rows, events, targets, own_loss=data["own_loss"] is True, error=str(data["error"]))
+        return cls(rows, events, targets, own_loss=data["own_loss"] is True, error=str(data["error"]), own=own)
 
     @property
     def count(self) -> int:
@@ -74,10 +82,25 @@ class Run:
             "weighed-by-rows": "the mean over all rows",
         }
         found = self.diagnosis
+        if self.own.weights:
+            right = found.residual <= TOLERANCE and _alike(found.counts, self.weights) and not self.changed
+            return f"the weighted sum: {self.own.weights}" if right else ""
         multiple = found.code == "weighed-by-rows" and abs((found.factor or 0.0) - 1) > TOLERANCE
         some = any(each.right for each in found.parameters.values()) and bool(found.wrong)
         code = found.code if found.wrong or not found.parameters else "right"  # whatever the whole batch's loss is
         return "" if self.changed or multiple or some else kinds.get(code, "")
+
+
+def _alike(found: Sequence[float], wanted: Sequence[float]) -> bool:
+    return len(found) == len(wanted) and all(map(partial(isclose, abs_tol=TOLERANCE), found, wanted))
+
+
+def _copied(kind: str, found: Sequence[float], own: str) -> str:
+    """Return a hint that names the rule that a submission follows instead of its variant's, if it follows one."""
+    rules = getattr(HOMEWORKS["hw4"], kind) if own and found else ()
+    others = (rule for rule in rules if _alike(found, ruled(kind, rule, len(found))))
+    other = next((f"another variant ({rule})" if rule else "the course's homework" for rule in others), "")
+    return f"It follows {other}. This variant: {own}." if other else ""
 
 
 @cache
@@ -151,9 +174,9 @@ class Recorded:
         for parameter, gradient in zip(self.weights, left["gradients"], strict=True):
             parameter.grad = None if gradient is None else torch.tensor(gradient).view(parameter.shape)
 
-    def replay(self, data: Data) -> Run:
+    def replay(self, data: Data, own: Variant) -> Run:
         """Return the run of which these are the data; its diagnosis counts micro-batches: 1 is a sum of the losses."""
-        run = Run.of(self.rows, data)
+        run = Run.of(self.rows, data, own)
         pairs = zip(self.weights, data["weights"], strict=True)
         run.changed = not all(torch.equal(own, torch.tensor(other)) for own, other in pairs)
         whole, put = (torch.cat(self.x), torch.cat(self.y)), lambda *_: self.put(data)
@@ -178,10 +201,10 @@ class Recorded:
             return nn.functional.mse_loss(self.model(torch.cat(self.x)), torch.cat(self.y)).item()
 
     @torch.enable_grad()  # whatever a submission has set
-    def gradients(self) -> list[tuple[torch.Tensor, ...]]:
-        """Return the gradients of each micro-batch's own loss."""
-        pairs = zip(self.x, self.y, strict=True)
-        return [torch.autograd.grad(self.loss_fn(self.model(x), y), self.weights) for x, y in pairs]
+    def gradients(self, weights: Sequence[float]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the gradients of each micro-batch's own loss, weighed."""
+        parts = zip(weights, self.x, self.y, strict=True)
+        return [torch.autograd.grad(weight * self.loss_fn(self.model(x), y), self.weights) for weight, x, y in parts]
 
     # ── What is watched
 
@@ -235,9 +258,9 @@ def _names(events: Sequence[tuple[str, int]]) -> str:
     return " ".join(f"{kind}{m if m >= 0 else '?'}" for kind, m in events) or "nothing"
 
 
-def _order(count: int) -> list[tuple[str, int]]:
-    rounds = [event for m in range(1, count) for event in (("F", m), ("B", m - 1))]
-    return [("F", 0), *rounds, ("B", count - 1)]
+def _order(order: Sequence[int]) -> list[tuple[str, int]]:
+    rounds = [event for before, m in pairwise(order) for event in (("F", m), ("B", before))]
+    return [("F", order[0]), *rounds, ("B", order[-1])]
 
 
 def _peak(events: Sequence[tuple[str, int]]) -> int:
@@ -249,12 +272,13 @@ def _peak(events: Sequence[tuple[str, int]]) -> int:
 
 
 def _forwards(run: Run) -> Found:
-    expected = [("F", m) for m in range(run.count)]
+    expected = [("F", m) for m in run.order]
     found = [event for event in run.events if event[0] == "F"]
     once = sum(times == 1 for times in run.times("F"))
     stopped = bool(run.error) and found == expected[: len(found)]
     effect = f"{once} of {run.count} micro-batches go forward once"
-    return Found(found == expected, _names(expected), _names(found), effect, reached=not stopped)
+    hint = _copied("orders", [m for _, m in found], run.own.order)
+    return Found(found == expected, _names(expected), _names(found), effect, hint, reached=not stopped)
 
 
 def _targets(run: Run) -> Found:
@@ -273,7 +297,7 @@ def _targets(run: Run) -> Found:
 
 def _right_order(run: Run) -> Found:
     """Judge everything but the last backward, which is a separate task."""
-    expected = _order(run.count)
+    expected = _order(run.order)
     right = run.events in (expected, expected[:-1])
     effect = f"{sum(map(bool, run.times('B')))} of {run.count} micro-batches go backward"
     if all(run.times("B")):
@@ -290,7 +314,8 @@ def _last(run: Run) -> Found:
     effect = f"{len(left) / run.count:.0%} of the micro-batches are never learned from"
     found = f"no backward of {', '.join(map(str, left))}" if left else "it ran"
     reached = _forwards(run).right and not run.error
-    return Found(bool(run.times("B")[-1]), f"a backward of {run.count - 1}", found, effect, reached=reached)
+    last = run.order[-1]
+    return Found(bool(run.times("B")[last]), f"a backward of {last}", found, effect, reached=reached)
 
 
 def _once(run: Run) -> Found:
@@ -304,7 +329,7 @@ def _once(run: Run) -> Found:
     effect = f"{len(twice)} of {run.count} micro-batches count more than once"
     if stops:
         effect = "PyTorch stops with an error: no step of training ends"
-    first = run.events[1:2] == [("B", 0)] and 0 in twice
+    first = run.events[1:2] == [("B", run.order[0])] and run.order[0] in twice
     hint = "In the first round i is 0. Which element of a list has the index i - 1 then?" if first else ""
     wanted = "at most one backward of each micro-batch"
     return Found(ran and not twice and not stops, wanted, found, effect, hint, reached=ran or stops)
@@ -323,8 +348,13 @@ def _gradients(run: Run) -> Found:
     elif explained and run.own_loss:
         hint = "Your function gets loss_fn. Does it call it?"
     elif explained:
-        hint = "By which number is each loss multiplied or divided? Why by that one?"
+        hint = _copied("weights", run.diagnosis.counts, run.own.weights)
+        hint = hint or "By which number is each loss multiplied or divided? Why by that one?"
     wanted = f"each of the {run.count} counts once (a sum) or 1/{run.count} times (a mean); the weights are unchanged"
+    if run.own.weights:
+        weights, counts = (" ".join(f"{each:.3g}" for each in some) for some in (run.weights, run.diagnosis.counts))
+        wanted = f"the micro-batches count {weights} times: {run.own.weights}"
+        found = f"they count {counts} times" if explained and not run.changed else found
     effect = f"{missing} of {run.count} micro-batches are missing from the gradient" if missing else found
     reached = all(times == 1 for times in run.times("B"))
     return Found(bool(run.kind()), wanted, found, effect, hint, reached)
@@ -352,7 +382,7 @@ def _training(data: Data, run: Run, seed: int) -> Found:
         trained.put(left)
         trained.descend(rate)
     for _ in range(STEPS):
-        plain.descend(LEARNING_RATE / run.count, plain.gradients())
+        plain.descend(LEARNING_RATE / sum(run.weights), plain.gradients(run.weights))
     loss, right = trained.whole_loss(), plain.whole_loss()
     effect = f"the loss falls from {begun:.3f} to {loss:.3f}, and should fall to {right:.3f}"
     same = abs(loss - right) <= TOLERANCE * right and len(data["steps"]) == STEPS
@@ -360,7 +390,7 @@ def _training(data: Data, run: Run, seed: int) -> Found:
 
 
 def _rate(run: Run) -> float:
-    return LEARNING_RATE if "mean" in run.kind() else LEARNING_RATE / run.count
+    return LEARNING_RATE if not run.own.weights and "mean" in run.kind() else LEARNING_RATE / sum(run.weights)
 
 
 def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None], name: str = "") -> Data:
@@ -376,7 +406,7 @@ def record(load: Callable[[], ModuleType], seed: int, at: Callable[[str], None],
         at(f"with {len(rows)} micro-batch{'es' * (len(rows) > 1)}")
         runs.append(Recorded(rows, seed).record(function))
     at(f"in {STEPS} steps of training")
-    rate, trained = _rate(Recorded(shown[0], seed).replay(runs[0])), Recorded(shown[0], seed)
+    rate, trained = _rate(Recorded(shown[0], seed).replay(runs[0], variant(name))), Recorded(shown[0], seed)
     steps: list[Data] = []
     while len(steps) < STEPS and not (left := trained.call(function))["error"]:
         steps.append(left)
@@ -392,7 +422,8 @@ def judge(data: Data, seed: int, name: str = "") -> tuple[dict[str, Found], str]
     shown, hid = (
         [*zip(*each, strict=True)] for each in ((_shown(name), data["runs"]), (_hidden(seed), data["hidden"]))
     )
-    runs, hidden = ([Recorded(rows, seed).replay(each) for rows, each in some] for some in (shown, hid))
+    own = variant(name)
+    runs, hidden = ([Recorded(rows, seed).replay(each, own) for rows, each in some] for some in (shown, hid))
     if any("B" in dict(run.events) and run.diagnosis.code == "no-gradients" and not run.error for run in runs):
         raise ValueError("backwards ran, and left no gradient: does the function end with zero_grad()?")
     found = _of_shown(runs, _training(data["training"], runs[0], seed))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,9 @@ class Homework:
     seconds: float = 5.0  # for each submission, if the teacher does not say
     not_reached: int = 0  # percent of its points that a task has if it was not reached
     not_reached_why: str = ""
+    variant: Mapping[str, str] = field(default_factory=dict)  # what its file says instead for a student's name
+    orders: Mapping[str, str] = field(default_factory=dict)  # rules for n micro-batches, in words and in Python
+    weights: Mapping[str, str] = field(default_factory=dict)  # rules for their losses
 
     @property
     def template(self) -> Path:
@@ -208,7 +212,7 @@ class Assignment:
     def __post_init__(self) -> None:
         """Refuse pars of unknown quantities, and a variant of what has none."""
         if self.variant and (self.homework != "hw4" or self.schedule is not None):
-            raise UsageError(f"--variant {self.variant}: only homework 4 has a student's own numbers")
+            raise UsageError(f"--variant {self.variant}: only homework 4 has variants")
         for name, par in self.pars.items():
             if name not in _PAR_HINTS or not isinstance(par, int | float) or not par >= 0:
                 raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(_PAR_HINTS)}")
@@ -271,8 +275,8 @@ def function_of(module: ModuleType, name: str, parameters: Sequence[str]) -> Cal
     return found
 
 
-def start_homework(name: str, folder: Path) -> Path:
-    """Write a homework's file with its holes into a folder, which is made if need be; return its path.
+def start_homework(name: str, folder: Path, own: str = "") -> Path:
+    """Write a homework's file with its holes, or its variant of a name, into a folder, which is made; return its path.
 
     Example:
         >>> import tempfile
@@ -280,10 +284,14 @@ def start_homework(name: str, folder: Path) -> Path:
         'pipeline_homework.py'
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / HOMEWORKS[name].file
+    path, mine = folder / HOMEWORKS[name].file, variant(own)
+    text = HOMEWORKS[name].template.read_text(encoding="utf-8")
+    for old, new in HOMEWORKS[name].variant.items() if own else ():
+        weights = [round(each, 4) for each in ruled("weights", mine.weights, mine.microbatches)]
+        text = text.replace(old, new.format(name=quote(own), mine=mine, weights=weights))
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(HOMEWORKS[name].template.read_text(encoding="utf-8"))
+            file.write(text)
     except FileExistsError:
         raise UsageError(
             f"{path} exists, and stays as it is. To grade it: pipelab grade {path}. "
@@ -300,24 +308,34 @@ class Variant:
         microbatches: how many micro-batches homework 4 runs.
         rows: rows of each of them.
         forward, backward: milliseconds of a stage of Practical 9 for the whole batch.
+        order, weights: the rules by which homework 4 orders them, and weighs their losses; empty for the course's.
     """
 
     microbatches: int = 4
     rows: int = 4
     forward: float = 20.0
     backward: float = 40.0
+    order: str = ""
+    weights: str = ""
 
 
 def variant(name: str) -> Variant:
-    """Return a student's numbers; capital letters and spaces around the name make no difference.
+    """Return a student's variant; capital letters and spaces around the name make no difference.
 
     Example:
         >>> variant("ada") == variant(" Ada"), variant("ada") == variant("bob"), variant("")
-        (True, False, Variant(microbatches=4, rows=4, forward=20.0, backward=40.0))
+        (True, False, Variant(microbatches=4, rows=4, forward=20.0, backward=40.0, order='', weights=''))
     """
     if not (name := name.strip().casefold()):
         return Variant()
     choose = random.Random(f"pipelab {name}")  # noqa: S311 - other numbers, not secret ones
     forward = float(choose.randint(12, 30))
     backward = float(round(forward * choose.choice((1.5, 1.75, 2.25, 2.5))))
-    return Variant(choose.randint(5, 9), choose.randint(3, 9), forward, backward)
+    sizes = choose.randint(5, 9), choose.randint(3, 9)
+    rules = (choose.choice([*each][1:]) for each in (HOMEWORKS["hw4"].orders, HOMEWORKS["hw4"].weights))
+    return Variant(*sizes, forward, backward, *rules)
+
+
+def ruled(kind: str, rule: str, n: int) -> list[Any]:
+    """Return the numbers of `n` micro-batches in the order of a rule, or the weights of their losses."""
+    return [*eval(getattr(HOMEWORKS["hw4"], kind)[rule], {"n": n})]  # noqa: S307 - our own file

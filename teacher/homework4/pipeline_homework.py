@@ -8,9 +8,9 @@ with more forwards; `pipelab simulate delayed` and `pipelab simulate 1f1b` draw 
     python pipeline_homework.py            runs this file, with or without your code in the holes
     pipelab grade pipeline_homework.py     grades what your function runs
 
-Fill the three holes in `run_1F1B_homework`, and change nothing else. Then
+Fill the holes in `run_1F1B_homework`, and change nothing else. Then
 
-- print F{i} after each forward, and B{i-1} after each backward inside the `if`; run 4 micro-batches and 1 step, and
+- print F{i} after each forward, and B{i-1} after each backward inside the `if`; run 1 step, and
   write down the sequence;
 - explain it: Why i - 1? What happens if the condition goes away? Where does backward begin to overlap with forward?
 """
@@ -18,7 +18,7 @@ Fill the three holes in `run_1F1B_homework`, and change nothing else. Then
 import torch
 from torch import nn
 
-MICRO_BATCHES = 4
+MICRO_BATCHES, ROWS = 4, 8
 STEPS = 1
 
 
@@ -60,18 +60,18 @@ def run_1F1B_homework(model, micro_batches, loss_fn):
             # Hole 2: run the backward of micro-batch i - 1.
             loss_fn(outputs[i - 1], targets[i - 1]).backward()
 
-    # Hole 3: run the backward of the last micro-batch.
+    # Hole 3: run the backward of the last one.
     loss_fn(outputs[-1], targets[-1]).backward()
 
 
-def make_data(rows=32, width=16):
+def make_data(rows=MICRO_BATCHES * ROWS, width=16):
     """Return inputs, and the targets that the model is to learn."""
     x = torch.randn(rows, width)
     return x, torch.sin(x.sum(dim=1, keepdim=True))
 
 
 def compare(model, x, y, loss_fn):
-    """Print how the gradients that your function left compare with the whole batch's."""
+    """Print how the gradients that your function left compare with right ones."""
     mine = [parameter.grad for parameter in model.parameters()]
     if any(gradient is None for gradient in mine):
         print("no gradients yet: the holes are empty, or no backward reached all parameters")

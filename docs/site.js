@@ -2,11 +2,12 @@
 const LOOKS = `
   body { margin: 0 !important; padding: 0 2px .3rem !important; display: flow-root; }
   header h1, header h1 + .subtitle, #theme { display: none; }
+  main { display: flex; flex-direction: column; } main > .tools { display: contents; } .layers { order: 1; }
   @media (max-width: 700px) { .layers { display: none !important; } }
   #panel { position: static !important; max-height: none !important; }
   .with-panel { padding-bottom: 0 !important; }
 `;
-const BELOW = ".figures { display: none; }"; // the page around has them
+const BELOW = ".figures, h2 small { display: none; }"; // the page around has them
 const ON_HOME = ".hint, #actions { display: none; }";
 
 function dress(frame) {

@@ -215,7 +215,7 @@ def test_home_and_every_schedule_show_a_picture_first(browser: Any, site: str, w
     for page in ["", *(f"schedules/{name}/" for name in pipelab.schedules)]:
         visit.open(page)
         wait_until(visit.tab, FITS)
-        assert visit.tab.evaluate(FIRST) < height - 60, page  # and a rank of it, below the longest legend
+        assert visit.tab.evaluate(FIRST) < height - 100, page  # and a rank of it
         if page == "":
             assert visit.tab.evaluate("document.querySelector('iframe').getBoundingClientRect().top") < 300
 

@@ -49,7 +49,7 @@ function place(box, text, right) {
   const spot = { x: begin + visible / 2, y: box.y + box.height / 2 },
     long = wide(text) + 3;
   if (long <= visible && box.height >= 12 * grow) return spot;
-  return long <= box.height + 2 && visible >= 13 * grow ? { ...spot, upright: true } : null;
+  return long <= box.height + 5 * grow && visible >= 13 * grow ? { ...spot, upright: true } : null;
 }
 
 function svgPainter(group) {

@@ -7,6 +7,7 @@ import re
 import textwrap
 import warnings
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pipelab import files
@@ -174,8 +175,8 @@ _COARSE_FROM, _PIXELS = 10_000, 1_600
 """Above so many actions, a lane is a row of so many pixels: viewers are slow with 60,000 shapes."""
 _BAR = 0.86
 """The height of a bar, as a share of its lane."""
-_STRIP = 0.12
-"""The height of a strip of moves, which lies above the bars, as a share of the lane."""
+_STRIPS = 0.3
+"""The height of the strips of moves together, which lie above the bars, as a share of the lane."""
 
 
 def owner(drawing: Axes | Figure) -> Figure:
@@ -212,7 +213,7 @@ def draw(lanes: Lanes, ax: Axes, name: str, until: float, example: str) -> None:
     else:
         _idle(lanes, ax)
         _bars(lanes, ax)
-        _arrow(lanes, ax)
+        _marks(lanes, ax)
         _axis(trace, ax, name, "" if lanes.label else f"; {example}")
 
 
@@ -226,8 +227,9 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
     from matplotlib.collections import LineCollection, PolyCollection
 
     bars = [(rank, bar) for rank in range(lanes.trace.ranks) for bar in lanes.bars(rank)]
+    count = len(lanes.strips)
     moves = [
-        (move, (rank - _BAR / 2 + at * _STRIP, rank - _BAR / 2 + (at + 1) * _STRIP))
+        (move, (rank - _BAR / 2 + at * _STRIPS / count, rank - _BAR / 2 + (at + 1) * _STRIPS / count))
         for at, strip in enumerate(lanes.strips)
         for rank in range(lanes.trace.ranks)
         for move in lanes.moves(rank, strip)
@@ -250,8 +252,12 @@ def _bars(lanes: Lanes, ax: Axes) -> None:
     if instants:
         lines, ink = zip(*instants, strict=True)
         ax.add_collection(LineCollection(lines, colors=ink, linewidths=1.2), autolim=False)
-    for rank, bar, text, size in fitting(lanes, bars, ax):
-        top, bottom = _heights(rank, bar, lanes)
+    labels = [(bar, text, size, _heights(rank, bar, lanes)) for rank, bar, text, size in fitting(lanes, bars, ax)]
+    least = _SIZES[-1] * abs(ax.get_xlim()[1] - ax.get_xlim()[0]) / points(ax)  # the time of a letter as wide as high
+    for move, place in moves:
+        if move.action.traits.gathers and text_width(str(move.action.stage)) * least < move.end - move.start:
+            labels.append((move, str(move.action.stage), _SIZES[-1], place))
+    for bar, text, size, (top, bottom) in labels:
         ax.text(
             (bar.start + bar.end) / 2,
             (top + bottom) / 2,
@@ -271,12 +277,13 @@ def _idle(lanes: Lanes, ax: Axes) -> None:
     for reason, hatch in colours.HATCHES.items():
         boxes = [(gap.start, gap.idle.rank, gap.end) for gap in gaps if gap.idle.reason == reason]
         if boxes:
-            _boxes(boxes, colours.ground(reason), hatch, ax, len(lanes.strips) * _STRIP)
+            _boxes(boxes, colours.ground(reason), hatch, ax, bool(lanes.strips) * _STRIPS)
+    down = bool(lanes.strips) * _STRIPS / 2
     for gap, words, size in in_gaps(gaps, ax):
         ink = colours.ground(gap.idle.reason).ink
         middle = (gap.start + gap.end) / 2
         style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True, "parse_math": False}
-        ax.text(middle, gap.idle.rank, words, fontsize=size, color=ink, gid="idle", **style)
+        ax.text(middle, gap.idle.rank + down, words, fontsize=size, color=ink, gid="idle", **style)
 
 
 def _boxes(
@@ -296,22 +303,37 @@ def _boxes(
         ax.add_collection(shapes, autolim=False)
 
 
-def _arrow(lanes: Lanes, ax: Axes) -> None:
-    """Point at the longest wait, from the action whose value it waits for."""
-    if (found := lanes.longest_wait()) is None:
-        return
-    gap, giver = found
-    rank = lanes.trace.plan.bound.rank_of[lanes.trace.plan.bound.codes.code(giver.action)]
-    down = 1 if gap.idle.rank > rank else -1
-    start = (giver.end - min(0.3 * (giver.end - giver.start), 0.02 * lanes.span), rank + down * 0.25 * _BAR)
-    end = (gap.end - min(0.1 * (gap.end - gap.start), 0.01 * lanes.span), gap.idle.rank - down * 0.3 * _BAR)
-    style = {"arrowstyle": "-|>", "color": colours.WAIT.ink, "linewidth": 1, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", end, start, arrowprops=style, annotation_clip=False, gid="idle")
+def _marks(lanes: Lanes, ax: Axes) -> None:
+    """Point at the longest wait, follow the ways of micro-batches, and hold each rank's first sequence of slices."""
+    trace, bound = lanes.trace, lanes.trace.plan.bound
+    ways, size = (wording.ways(trace), wording.slices(trace)) if not _small(ax) else ({}, 1)
+    arrows: list[tuple[tuple[float, float], tuple[float, float], str]] = []  # from, to, colour
+    if (found := lanes.longest_wait()) is not None:
+        gap, giver = found
+        rank = bound.rank_of[bound.codes.code(giver.action)]
+        down = 1 if gap.idle.rank > rank else -1
+        start = (giver.end - min(0.3 * (giver.end - giver.start), 0.02 * lanes.span), rank + down * 0.25 * _BAR)
+        end = (gap.end - min(0.1 * (gap.end - gap.start), 0.01 * lanes.span), gap.idle.rank - down * 0.3 * _BAR)
+        arrows.append((start, end, colours.WAIT.ink))
+    forward = {event.action: event for event in trace.events}
+    for m in ways:
+        for before, after in pairwise(forward[Action("F", m, stage)] for stage in range(trace.plan.stages)):
+            x, x2 = ((each.start + each.end) / 2 - trace.start for each in (before, after))
+            y = 0.4 * _BAR * (1 if after.rank > before.rank else -1)
+            y2 = y if after.rank == before.rank else -y  # a turn lies on the bars
+            arrows.append(((x, before.rank + y), (x2, after.rank + y2), "black"))
+    for start, end, ink in arrows:
+        style = {"arrowstyle": "-|>", "color": ink, "linewidth": 1, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
+        ax.annotate("", end, start, arrowprops=style, annotation_clip=False, gid="idle")
+    for rank, row in enumerate(bound.computing if size > 1 else ()):
+        if row[size - 1] - row[0] == (size - 1) * trace.plan.stages:
+            x, x2 = trace.starts[rank][0] - trace.start, trace.ends[rank][size - 1] - trace.start
+            ax.plot([x, x, x2, x2], [rank - each for each in (0.37, 0.47, 0.47, 0.37)], color="black", linewidth=1)
 
 
 def _heights(rank: int, bar: Bar, lanes: Lanes) -> tuple[float, float]:
     """Return the upper and lower edge of a bar, below its rank's strips; the axis points down."""
-    top, bottom = rank - _BAR / 2 + len(lanes.strips) * _STRIP, rank + _BAR / 2
+    top, bottom = rank - _BAR / 2 + bool(lanes.strips) * _STRIPS, rank + _BAR / 2
     middle = (top + bottom) / 2
     return (top, middle) if bar.half == "upper" else (middle, bottom) if bar.half == "lower" else (top, bottom)
 
@@ -325,7 +347,7 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str) -> None:
     if name:
         title = _cut(name, 0.96 * points(ax) / size)  # in pixels, small type is a little wider
         if not small:
-            title += "\n" + textwrap.fill(wording.caption(trace), int(points(ax) / 5.6))
+            title += "\n" + textwrap.fill(wording.told(trace), int(points(ax) / 5.6))
         ax.set_title(title, loc="left", fontsize=size, linespacing=1.4, parse_math=False, pad=4)
     if ax.xaxis.get_tick_params().get("labelbottom", True):
         ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False, fontsize=size)
@@ -346,7 +368,7 @@ def _cut(text: str, room: float) -> str:
     return next((each for each in shorter if text_width(each) <= room), "")
 
 
-def _entries(traces: Sequence[Trace], own: Colours) -> list[Artist]:
+def _entries(traces: Sequence[Trace], own: Colours, small: bool) -> list[Artist]:
     """Return the entries of a legend: what is drawn."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -366,7 +388,8 @@ def _entries(traces: Sequence[Trace], own: Colours) -> list[Artist]:
             patches.append(swatch)
     if arrow := said.get("arrow"):
         patches.append(Line2D([], [], color=colours.WAIT.ink, marker=">", markersize=4, label=arrow))
-    return patches
+    marks = wording.marks([trace for trace in traces if not (small or coarse(trace))])
+    return patches + [Patch(facecolor="none", label=mark) for mark in marks]
 
 
 def _columns(patches: Sequence[Artist], room: float, size: float) -> int:
@@ -382,7 +405,7 @@ def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False)
     """Draw the legend of what is drawn, below the axis's name: outside of given axes, whose legend is hidden."""
     from matplotlib.transforms import ScaledTranslation
 
-    small, patches = _small(ax), _entries(traces, own)
+    small, patches = _small(ax), _entries(traces, own, _small(ax))
     size, edge, down = (7, _EDGES[True][1], 29) if small else (9, _EDGES[False][1], 36)
     below = ScaledTranslation(edge - 0.02, -down / 72, owner(ax).dpi_scale_trans)
     made = ax.legend(
@@ -403,7 +426,7 @@ def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False)
     made.set_visible(not given)
 
 
-_EDGES = {False: (0.75, 0.3, 0.75, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
+_EDGES = {False: (0.75, 0.3, 0.84, 0.62), True: (0.45, 0.12, 0.22, 0.42)}
 """The margins of a timeline in inches, and of a small one: rank names, nothing, the title, and axis and legend."""
 _NARROWEST, _WIDEST, _SMALL = 8.0, 14.0, 360.0
 """How many inches the time may take, and below how many points axes are small."""
@@ -425,7 +448,7 @@ def plot(
         ax = _figure([trace], same_axis=False, width=_inches(width), own=own)[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
     draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan, wording.example([trace]))
-    owner(ax).set_label(f"{name}\n{wording.caption(trace)}")
+    owner(ax).set_label(f"{name}\n{wording.told(trace)}")
     legend([trace], ax, own, given)
     return ax
 
@@ -540,7 +563,7 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None, own: 
     lanes = [height(trace.ranks) * (0.6 if small and len(traces) > 1 else 1) for trace in traces]
     if width is not None:
         wide, title = width - left - right, title if len(traces) > 1 else 0.1
-    patches = _entries(traces, own)
+    patches = _entries(traces, own, small)
     columns = _columns(patches, 72 * (wide + left + right) - _AIR, 7 if small else 9)
     axis += (0.14 if small else 0.18) * -(-len(patches) // columns)
     high = sum(lanes) + len(traces) * title + (len(traces) if not same_axis else 1) * axis

@@ -104,7 +104,7 @@ def framed(source: str, alt: str, still: str, height: int) -> str:
 
 def _still(trace: Trace, name: str, until: float) -> str:
     """Return a picture that needs no scripts: the name of a trace, what it says, and its bars."""
-    words = html.escape(clean(f"{name}: {wording.idea(trace)} {wording.caption(trace)}"))
+    words = html.escape(clean(f"{name}: {wording.told(trace)}"))
     size = f'viewBox="0 0 1000 {30 * trace.ranks}" style="max-width: 100%; font: 12px sans-serif"'
     return f'<p>{words}</p><svg {size} aria-hidden="true">{shapes(trace, 1000 / (until or 1), 30)}</svg>'
 

@@ -29,6 +29,13 @@ KEY = (
     ("over", "dashed frame: more activations than the cap allows"),
     ("moved", "green frame: moved"),
 )
+_FRAMES: dict[str, tuple[str, float, Literal[":", "-", "--"]]] = {
+    "over": (RED, 2.0, "--"),
+    "moved": (GREEN, 2.0, "-"),
+    "missing": (RED, 1.2, ":"),
+    "blocked": (RED, 2.4, "-"),
+}
+"""The colour of a cell's frame, its width and its line, by what it says."""
 _TRANSFER = "#c9c9c9"
 _HIGH, _LEFT, _GAP, _LINE = 0.3, 0.75, 0.22, 0.19
 """Inches: the height of a cell, the rank names, what stands for left-out columns, a line of text."""
@@ -177,8 +184,9 @@ def _cell(cell: Cell, left: float, top: float, wide: float, ax: Axes) -> None:
         box = Rectangle((left + 0.015, top + number * part), wide - 0.03, part, facecolor=fill, linewidth=0)
         box.set_alpha(0.25 if pale else 1)
         ax.add_patch(box)
-    name, edge, width, dots = _frame(cell)
-    if name:
+    name = "over" if cell.over else "moved" if cell.moved else cell.state
+    if name in _FRAMES:
+        edge, width, dots = _FRAMES[name]
         frame = Rectangle((left + 0.03, top + 0.015), wide - 0.06, _HIGH - 0.03, fill=False, edgecolor=edge)
         frame.set_linewidth(width)
         frame.set_linestyle(dots)
@@ -202,19 +210,6 @@ def _fills(cell: Cell) -> list[str]:
     known = (type(action.microbatch) in (int, type(None)) for action in cell.actions)
     fills = zip(cell.actions, known, strict=True)
     return [colours.of(action) if right else _TRANSFER for action, right in fills] or [_TRANSFER]
-
-
-def _frame(cell: Cell) -> tuple[str, str, float, Literal[":", "-", "--"]]:
-    """Return what the frame of a cell says, its colour, its width and its line; the first is empty if it has none."""
-    if cell.over:
-        return "over", RED, 2.0, "--"
-    if cell.moved:
-        return "moved", GREEN, 2.0, "-"
-    if cell.state == "missing":
-        return "missing", RED, 1.2, ":"
-    if cell.state == "blocked":
-        return "blocked", RED, 2.4, "-"
-    return "", "", 0.0, "-"
 
 
 def _arrow(arrow: Arrow, grid: _Grid, ax: Axes) -> None:

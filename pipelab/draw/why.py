@@ -12,7 +12,6 @@ from pipelab.errors import UsageError, counted
 from pipelab.trace.waits import Waits, before_slot
 
 if TYPE_CHECKING:
-    from pipelab.plan.actions import Action
     from pipelab.trace.ledger import Idle
     from pipelab.trace.trace import Trace
 
@@ -79,17 +78,13 @@ def sentence(trace: Trace, idle: Idle) -> str:
     if idle.reason == "transfer":
         told = f"which ended at {ended} and is on its way"
     if idle.reason == "behind another transfer":
-        told = f"which ended at {ended}{_behind(trace, idle.rank, idle.needer)}"
+        wait = Waits(trace).of(
+            idle.rank, trace.plan.bound.index_of(idle.rank)[trace.plan.bound.codes.code(idle.needer)]
+        )
+        behind = wording.stood_behind(trace, wait) if wait is not None else ""
+        told = f"which ended at {ended}{f': {behind}' if behind else ', but whose transfer waits behind another'}"
     first = ", its first action," if idle.reason == "fill" else ""
     return f"{head}{idle.needer}{first} needs {idle.giver}, {told}."
-
-
-def _behind(trace: Trace, rank: int, needer: Action) -> str:
-    """Return behind what the value waits that an action needs."""
-    bound = trace.plan.bound
-    wait = Waits(trace).of(rank, bound.computing[rank].index(bound.codes.code(needer)))
-    behind = wording.stood_behind(trace, wait) if wait is not None else ""
-    return f": {behind}" if behind else ", but whose transfer waits behind another"
 
 
 def chain(trace: Trace, code: int) -> Iterator[str]:

@@ -149,6 +149,11 @@ def idea(trace: Trace) -> str:
     return clean(" ".join(re.split(r"(?<=[.!?])\s|\n\s*\n", text.strip())[0].replace("`", "").split()))
 
 
+def told(trace: Trace) -> str:
+    """Return the idea of a trace's schedule, and its caption."""
+    return f"{idea(trace)} {caption(trace)}".strip()
+
+
 def ways(trace: Trace) -> dict[int, tuple[int, ...]]:
     """Return each way through the ranks by its first micro-batch, if one goes up: at its begin, or where it turns."""
     ranks, stages, found = trace.plan.bound.rank_of_slot, trace.plan.stages, dict[tuple[int, ...], int]()
@@ -167,8 +172,8 @@ def slices(trace: Trace) -> int:
 
 def marks(traces: Sequence[Trace]) -> list[str]:
     """Return what a legend says of the marks that show a schedule's idea."""
-    said = [f"┌┐ a sequence in {slices(trace)} slices" for trace in traces if slices(trace) > 1]
-    said += [f"→ way of micro-batch {', of '.join(map(str, ways(trace)))}" for trace in traces if ways(trace)]
+    said = [f"┌┐ {slices(trace)} slices: a sequence" for trace in traces if slices(trace) > 1]
+    said += [f"→ way of {', '.join(f'F{m}' for m in ways(trace))}" for trace in traces if ways(trace)]
     return list(dict.fromkeys(said))
 
 

@@ -152,7 +152,8 @@ def test_a_long_title_is_cut_in_its_middle_and_keeps_its_end(trace, name, width)
 
 def test_the_title_holds_the_figures_and_the_legend_the_kinds(trace):
     ax = figure.plot(trace)
-    assert "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3" in ax.get_title(loc="left")
+    title = ax.get_title(loc="left").replace("\n", " ")
+    assert "A step takes 33 units. The ranks idle 27.3 % of it (the bubble); rank 3" in title
     legend = [entry.get_text() for entry in ax.get_legend().get_texts()]
     assert legend == ["F forward", "B backward", WAIT, "not begun, done", ARROW]
     assert ax.get_xlabel() == "time (units); F3 = forward of micro-batch 3"
@@ -402,6 +403,23 @@ def several_of(ax):
     return ax.get_legend().get_texts(), ax.get_legend().legend_handles
 
 
+def test_a_figure_says_its_idea_and_marks_ways_slices_and_the_stage_of_each_gather():
+    ways = figure.plot(pipelab.simulate(pipelab.DualPipe(4, 10)))
+    arrows = [each for each in ways.texts if getattr(each, "arrow_patch", None) and each.arrowprops["color"] == "black"]
+    found = {(round(each.xyann[1]), round(each.xy[1])) for each in arrows}
+    assert (len(arrows), found) == (6, {(rank, rank + by) for by in (1, -1) for rank in range(4) if 0 <= rank + by < 4})
+    assert ways.get_legend().get_texts()[-1].get_text() == "→ way of F0, F5"
+    assert "Half of the micro-batches enter at each end" in ways.get_title(loc="left").replace("\n", " ")
+    slices = figure.plot(pipelab.simulate(pipelab.SlimPipe(4, 8)))
+    assert [(min(each.get_xdata()), max(each.get_xdata())) for each in slices.lines] == [
+        (0.5 * rank, 0.5 * rank + 2) for rank in range(4)
+    ]
+    sharded = pipelab.simulate(pipelab.with_gathers(pipelab.LoopedBFS(2, 4), 1), Cost(gather=1))
+    said = [each.get_text() for each in figure.plot(sharded).texts]
+    stages = [str(move.action.stage) for move in sharded.moves if move.duration]
+    assert sorted(each for each in said if each.isdecimal()) == sorted(stages)
+
+
 def test_a_legend_names_what_is_drawn():
     def entries(trace):
         return [each.get_text() for each in figure.plot(trace).get_legend().get_texts()]
@@ -419,6 +437,7 @@ def test_a_legend_names_what_is_drawn():
         "W backward: weight",
         "paler: 2nd stage",
         "not begun, done",
+        "→ way of F0",
     ]
     assert to_hex(shown["paler: 2nd stage"].get_facecolor()) == colours.PALETTE["F"][1].lower()
     assert several.get_xlabel().endswith("; 2F3 = stage 2, forward, micro-batch 3")

@@ -673,8 +673,8 @@ def test_what_moves_has_a_strip_for_each_channel_and_is_in_the_legend(opened, tm
 @pytest.mark.parametrize(
     ("schedule", "marks", "words"),
     [
-        (pipelab.DualPipe(4, 8), 6, ["→ way of micro-batch 0, of 4"]),
-        (pipelab.SlimPipe(4, 8), 4, ["┌┐ a sequence in 4 slices"]),
+        (pipelab.DualPipe(4, 8), 6, ["→ way of F0, F4"]),
+        (pipelab.SlimPipe(4, 8), 4, ["┌┐ 4 slices: a sequence"]),
         (pipelab.Interleaved1F1B(4, 8), 0, []),
     ],
 )

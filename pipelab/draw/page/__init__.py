@@ -81,8 +81,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         subtitle = "" if shown.shares_axis else "The units of time differ: every timeline has its own scale."
     else:
         title = wording.headline(shown)
-        parts = wording.idea(shown), wording.caption(shown), wording.costs(shown)
-        comparison, subtitle = compare(shown, names=[title]), " ".join(filter(None, parts))
+        comparison, subtitle = compare(shown, names=[title]), f"{wording.told(shown)} {wording.costs(shown)}".strip()
     (first, name), *others = zip(comparison.traces, comparison.names, strict=True)
     there = {kind for trace in comparison.traces for kind in trace.plan.bound.kinds}
     moves = {move.action.kind for trace in comparison.traces for move in trace.moves}

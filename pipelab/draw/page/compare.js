@@ -158,7 +158,6 @@ function tableOfChanges(timeline, found) {
   holder.append(...found.notes.slice(1).map((note) => tag("p", note)), scroll);
   if (sorted.length > listed) {
     const more = tag("button", `${Math.min(sorted.length, 5000) - listed} more actions`);
-    more.type = "button";
     more.addEventListener("click", () => {
       list(5000 - listed);
       more.remove();
@@ -213,7 +212,6 @@ function compareTraces() {
   buttons.setAttribute("aria-label", "view");
   for (const [name, meaning] of Object.entries(VIEWS)) {
     const button = tag("button", name);
-    button.type = "button";
     button.title = meaning;
     button.dataset.viewName = name;
     button.addEventListener("click", () => setView(name));

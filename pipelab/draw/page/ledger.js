@@ -61,7 +61,6 @@ function ledgerOf(timeline) {
       const { ground } = GAPS[name];
       part.style.cssText = `background:var(--${ground});color:var(--${ground}-ink);border-color:var(--${ground}-edge)`;
     }
-    part.type = "button";
     part.style.flexGrow = each;
     part.title = `${name}: ${time(each, model.unit)}, ${share}. ${data.meanings[name] ?? ""}`;
     part.dataset.reason = name;

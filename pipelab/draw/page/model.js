@@ -128,14 +128,8 @@ class Model {
   idleIn(rank, from, to) {
     const all = this.idleOf[rank],
       found = [];
-    let low = 0,
-      high = all.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (all[middle].end > from) high = middle;
-      else low = middle + 1;
-    }
-    for (; low < all.length && all[low].start < to; low += 1) found.push(all[low]);
+    this.idleEnds ??= this.idleOf.map((idle) => idle.map(({ end }) => end));
+    for (let at = above(this.idleEnds[rank], from); at < all.length && all[at].start < to; at += 1) found.push(all[at]);
     return found;
   }
 

@@ -15,7 +15,6 @@ function link(timeline, chosen, text = null) {
       (chosen.idle ? `idle from ${number(chosen.idle.start)} to ${number(chosen.idle.end)}` : model.name(chosen.place)),
     "link",
   );
-  made.type = "button";
   made.addEventListener("click", () => select(timeline, chosen, true));
   return made;
 }
@@ -73,10 +72,7 @@ function explain() {
   document.body.classList.toggle("with-panel", !panel.hidden);
   if (panel.hidden) return inside && timeline.scroller.focus({ preventScroll: true });
   const close = tag("button", "×", "close");
-  close.type = "button";
-  close.title = "close (Esc)";
-  close.setAttribute("aria-label", "close");
-  close.addEventListener("click", deselect);
+  Object.assign(close, { title: "close (Esc)", ariaLabel: "close", onclick: deselect });
   const said = !chosen
     ? explainPath((timeline ?? timelines[0]).model)
     : chosen.range
@@ -264,7 +260,6 @@ function chain(timeline, place) {
   holder.append(tag("p", "Because:"), steps);
   if (more) {
     const button = tag("button", "more, back to the root");
-    button.type = "button";
     button.addEventListener("click", () => {
       for (let count = 0; count < 500 && more; count += 1) more = step();
       button.remove();
@@ -317,7 +312,6 @@ function legend() {
   const place = document.querySelector(".legend");
   const entry = (name, text, colour) => {
     const made = tag("button", text);
-    made.type = "button";
     made.style.setProperty("--swatch", `var(${colour})`);
     made.dataset.paint = colour;
     made.setAttribute("aria-pressed", String(!look.hidden.has(name)));

@@ -109,7 +109,6 @@ class Timeline {
     const row = tag("div", "", "rank"),
       lane = this.model.lanes[rank],
       name = tag("button", band ? `ranks ${rank}–${last - 1}` : `rank ${rank}`);
-    name.type = "button";
     if (band) {
       name.title = "their mean; click to show each";
       name.dataset.ranks = rank;

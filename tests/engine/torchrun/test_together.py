@@ -249,8 +249,9 @@ def test_numbers_are_the_same_where_each_process_is_given_what_it_needs(said, sa
     assert case == "replicas" or [fact["told"] for (fact,) in two] == OWN_DATA[case][:: 1 if case == "zbv" else 3][:2]
 
 
-def test_a_traced_model_with_a_mask_gives_the_threads_engines_numbers_where_each_process_is_given_what_it_needs(said):
-    for (fact,) in said("inputs, traced with a mask"):
+@pytest.mark.parametrize("case", ["traced with a mask", "keywords of ready pieces"])
+def test_inputs_give_the_threads_engines_numbers_where_each_process_is_given_what_it_needs(said, case):
+    for (fact,) in said(f"inputs, {case}"):
         assert (fact["same"], fact["gradients"]) == (True, True)
 
 

@@ -271,7 +271,7 @@ def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
             notes.append(
                 "{model}: DataParallel is emulated: one process scatters, copies and gathers for {dp_devices}, and "
                 "computes for them in turn, which counts as simultaneous. Device 0 works {dp_first} of the step and "
-                "holds {dp_mb}, the others {dp_others} and {dp_others_mb}: the bytes of its tensors. DDP's MB are what "
+                "holds {dp_mb}, the others {dp_others} and {dp_others_mb}: bytes of tensors. DDP's MB are what "
                 "training added to a process.".format_map(found | single)
             )
     return notes
@@ -360,7 +360,7 @@ def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
         "last_ms": _took(last),
         "dp_mb": f"{single['memory_mb']:.0f} MB",
         "ddp_mb": f"{last['memory_mb']:.0f} MB",
-        "ddp_all_mb": f"{last['memory_mb'] * last['processes']:.0f} MB",
+        "ddp_all_mb": f"{sum(last['each_mb']):.0f} MB",
     }
     for name, row in {"dp": single, "ddp": last}.items():
         found[f"{name}_variance"] = f"{wording.number(row['stdev_ms'] ** 2)} ms²"

@@ -156,7 +156,7 @@ class Timeline {
     return this.scroller.scrollLeft;
   }
   get strip() {
-    return (look.memory ? STRIP : 0) + rise(this) + CHANNEL * this.model.strips;
+    return (look.memory ? STRIP : 0) + rise(this) + CHANNEL * grow * this.model.strips;
   }
   get pitch() {
     return this.lane + this.strip;
@@ -441,12 +441,12 @@ class Timeline {
   channels(painter, from, to) {
     for (const { rank, start, end, name, kind, strip } of this.model.moves) {
       if (this.shut(rank) || end < from || start > to) continue;
-      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL * strip + 2,
+      const y = this.rowOf[rank] * this.pitch + this.strip - CHANNEL * grow * strip + 2,
         width = Math.max(1.5, (end - start) * this.scale),
-        box = { x: start * this.scale - this.left, y, width, height: CHANNEL - 3 };
+        box = { x: start * this.scale - this.left, y, width, height: CHANNEL * grow - 3 };
       painter.rect(box, `--${kind}0`, look.hidden.has(kind) ? 0.25 : 1, { class: "move", "data-move": name });
       const text = kind === "UNSHARD" ? String(parseInt(name)) : name; // its stage
-      if (width > 7 * text.length) painter.text(box, text, `--${kind}0-ink`, 1, { class: "label" }, this.width);
+      if (width > wide(text) + 3) painter.text(box, text, `--${kind}0-ink`, 1, { class: "label" }, this.width);
     }
   }
 

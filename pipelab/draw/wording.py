@@ -104,7 +104,7 @@ def span(trace: Trace, length: float | None = None) -> str:
     return f"{text} {'unit' if (text, name) == ('1', 'units') else name}"
 
 
-_QUICK = 20_000
+_QUICK = 10_000
 """Of how many actions a caption says which rank limits the step: a picture waits for it."""
 
 

@@ -180,7 +180,7 @@ WAYS |= {
     "Comparison": {
         "text": partial(text.comparison, colour=False),
         "html": comparison_html,
-        "svg": figure.comparison_svg,
+        "svg": lambda shown: figure.svg_of(figure.plot_comparison(shown)),
         "figure": figure.plot_comparison,
         "save": partial(save, COMPARISON),
     },

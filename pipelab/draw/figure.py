@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from functools import cache
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipelab import files
@@ -17,14 +18,14 @@ from pipelab.errors import UsageError, clean
 from pipelab.plan.actions import PER_MICROBATCH, Action, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pipelab.draw.bars import Bar, Gap, Lanes
+    from pipelab.draw.bars import Bar, Lanes
     from pipelab.plan.actions import Kind
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
@@ -101,16 +102,6 @@ def fitting(lanes: Lanes, bars: Sequence[tuple[int, Bar]], ax: Axes) -> Iterator
             yield rank, bar, text, size
 
 
-def in_gaps(gaps: Iterable[Gap], ax: Axes) -> Iterator[tuple[Gap, str, float]]:
-    """Yield the idle times that have room for words: the gap, the words, and their size."""
-    first, last = ax.get_xlim()
-    size = next(iter(_sizes(ax)[-2:]), 0.0)
-    for gap in gaps if size else ():
-        room = (gap.end - gap.start) * points(ax) / abs(last - first) - 2 * _AIR
-        if words := next((each for each in gap.words if text_width(each) * size <= room), None):
-            yield gap, words, size
-
-
 def _typical(lanes: Lanes) -> dict[Kind, float]:
     typical = lanes.typical(range(lanes.trace.ranks))
     # An all-reduce comes once at the end of a row and does not set the size of the others.
@@ -184,11 +175,6 @@ def owner(drawing: Axes | Figure) -> Figure:
     figure = drawing.get_figure(root=True)
     assert figure is not None
     return figure
-
-
-def height(ranks: int) -> float:
-    """Return the height of all lanes in inches; many lanes are lower each."""
-    return min(ranks * min(max(4.8 / max(ranks, 1), 0.15), 0.36), 12.0)
 
 
 def draw(lanes: Lanes, ax: Axes, name: str, until: float, example: str) -> None:
@@ -279,11 +265,14 @@ def _idle(lanes: Lanes, ax: Axes) -> None:
         if boxes:
             _boxes(boxes, colours.ground(reason), hatch, ax, bool(lanes.strips) * _STRIPS)
     down = bool(lanes.strips) * _STRIPS / 2
-    for gap, words, size in in_gaps(gaps, ax):
-        ink = colours.ground(gap.idle.reason).ink
-        middle = (gap.start + gap.end) / 2
-        style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True, "parse_math": False}
-        ax.text(middle, gap.idle.rank + down, words, fontsize=size, color=ink, gid="idle", **style)
+    size = next(iter(_sizes(ax)[-2:]), inf)
+    scale = points(ax) / abs(ax.get_xlim()[1] - ax.get_xlim()[0])  # points per unit of time
+    for gap in gaps:
+        room = (gap.end - gap.start) * scale - 2 * _AIR
+        if words := next((each for each in gap.words if text_width(each) * size <= room), ""):
+            place = ((gap.start + gap.end) / 2, gap.idle.rank + down)
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "clip_on": True, "parse_math": False}
+            ax.text(*place, words, fontsize=size, color=colours.ground(gap.idle.reason).ink, gid="idle", **style)
 
 
 def _boxes(
@@ -374,7 +363,7 @@ def _entries(traces: Sequence[Trace], own: Colours, small: bool) -> list[Artist]
     from matplotlib.patches import Patch
 
     words = [(own.get(kind, colours.PALETTE[kind][0]), text) for kind, text in wording.legend(traces).items()]
-    words += [(colours.PALETTE["F"][1], paler)] if (paler := wording.paler(traces)) else []
+    words += [(colours.PALETTE["F"][1], wording.PALER)] * wording.example(traces)[0].isdigit()
     patches: list[Artist] = [Patch(facecolor=colour, label=text) for colour, text in words]
     said = wording.idle([trace for trace in traces if not coarse(trace)])
     for label, ground, hatch in (
@@ -489,11 +478,6 @@ def svg(trace: Trace) -> str:
     return svg_of(owner(plot(trace)))
 
 
-def comparison_svg(comparison: Comparison) -> str:
-    """Return a comparison's figure as SVG."""
-    return svg_of(plot_comparison(comparison))
-
-
 def write(drawing: Axes | Figure, path: Path) -> Path:
     """Write a figure, or the figure of some axes, in the format of the suffix; return the path."""
     buffer = io.BytesIO()
@@ -560,7 +544,9 @@ def _figure(traces: Sequence[Trace], same_axis: bool, width: float | None, own: 
     wide = min(max(*(inches(Lanes(trace)) for trace in traces), _NARROWEST), _WIDEST)
     small = width is not None and 72 * (width - sum(_EDGES[False][:2])) < _SMALL
     left, right, title, axis = _EDGES[small]
-    lanes = [height(trace.ranks) * (0.6 if small and len(traces) > 1 else 1) for trace in traces]
+    scale = 0.6 if small and len(traces) > 1 else 1
+    # Many lanes are lower each.
+    lanes = [scale * min(n * min(max(4.8 / max(n, 1), 0.15), 0.36), 12.0) for n in (trace.ranks for trace in traces)]
     if width is not None:
         wide, title = width - left - right, title if len(traces) > 1 else 0.1
     patches = _entries(traces, own, small)

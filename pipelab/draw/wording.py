@@ -111,7 +111,7 @@ _QUICK = 10_000
 def caption(trace: Trace) -> str:
     """Return what every picture of a trace says: its time, its bubble, which rank limits it, and its memory.
 
-    The ranks' own spans follow if all are shorter than the makespan, and what ranks were idle behind other transfers.
+    What follows: the ranks' own spans if all are shorter than the makespan; how long they were behind other transfers.
     """
     peaks = trace.peak_activations
     most = max(peaks)
@@ -131,11 +131,13 @@ def caption(trace: Trace) -> str:
     of = f" of slices, each 1/{slices(trace)} of a sequence" if slices(trace) > 1 else ""
     told = [f"A step takes {span(trace)}", idle]
     told += [f"{who} holds up to {counted(most, 'activation')}{of}{each}"] if most else []
-    told += [f"From first start to last end, ranks take {elided(map(number, trace.spans))}"] if _slanted(trace) else []
+    if max(trace.spans, default=0.0) < 0.99 * trace.makespan:  # of ZB-H2, whose lanes are a parallelogram
+        told.append(f"From first start to last end, ranks take {elided(map(number, trace.spans))}")
     told += [f"Idle behind other transfers: {elided(map(number, trace.queued))}"] if any(trace.queued) else []
     return f"{'. '.join(told)}."
 
 
+PALER = "paler: 2nd stage"
 _WORDS: dict[Kind, str] = {"I": "backward: input", "W": "backward: weight", "UNSHARD": "gather of the stage in it"}
 
 
@@ -189,11 +191,6 @@ def example(traces: Sequence[Trace]) -> str:
     return max(map(_example, traces), key=len)
 
 
-def paler(traces: Sequence[Trace]) -> str:
-    """Return what a legend says of the lighter colour; empty if no rank has several stages."""
-    return "paler: 2nd stage" if example(traces)[0].isdigit() else ""
-
-
 def _example(trace: Trace) -> str:
     plan, stage_of = trace.plan, trace.plan.bound.codes.stage
     m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
@@ -234,13 +231,8 @@ def stood_behind(trace: Trace, wait: Wait) -> str:
     return f"{transfer.giver} had made it by {ready}, but its {end} waited behind {other}"
 
 
-def _slanted(trace: Trace) -> bool:
-    """Return whether every rank's own span is shorter than the makespan: ZB-H2's lanes are a parallelogram."""
-    return max(trace.spans, default=0.0) < 0.99 * trace.makespan
-
-
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return a comparison's figures as rows of cells, heads first, with own spans if a trace's are all short.
+    """Return a comparison's figures as rows of cells, heads first.
 
     If the comparison has bounds, there is a column for how far each makespan is above its bound, or one for each bound.
     """
@@ -248,9 +240,6 @@ def table(comparison: Comparison) -> list[tuple[str, ...]]:
     lines = [["name", "step time", "bubble", "peak activations"]]
     for row, trace in zip(rows, comparison.traces, strict=True):
         lines.append([called(row.name), span(trace), percent(row.bubble), elided(row.peak_activations)])
-    if any(map(_slanted, comparison.traces)):
-        own = [elided(map(number, row.spans)) for row in rows]
-        lines = [[*line[:2], cell, *line[2:]] for line, cell in zip(lines, ["own spans", *own], strict=True)]
     before = ["-"] * len(rows)
     for at, name, head in ((2, "bound", "of these actions"), (3, "bare_bound", "without C")):
         above = [percent(max(0.0, row.makespan / least - 1)) if (least := getattr(row, name)) else "-" for row in rows]

@@ -217,7 +217,7 @@ def test_what_the_documents_show_is_what_the_command_prints(pipelab_command, fol
 def test_every_heading_of_a_table_is_explained():
     explained = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     name, *heads = wording.table(pipelab.compare(pipelab.ZBH2(4, 8)))[0]
-    assert "own spans" in heads
+    assert "step time" in heads
     for head in heads:
         assert f"\n| {head} |" in explained, f"{head}, beside {name}"
 

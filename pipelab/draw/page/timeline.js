@@ -148,9 +148,10 @@ class Timeline {
   // Rows grow with the window.
   get lane() {
     const count = this.model.lanes.length,
-      usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow,
-      room = (innerHeight - 95 * grow * (timelines.length + 1)) / timelines.flatMap((each) => each.rows).length;
-    return Math.round(look.fill ? Math.max(15, room - this.strip) : usual);
+      usual = count <= 8 ? 68 * grow - 34 : (count <= 16 ? 26 : count <= 32 || count > MOST_LANES ? 20 : 15) * grow;
+    if (!look.fill) return Math.round(usual); // asked for each bar
+    const room = (innerHeight - 95 * grow * (timelines.length + 1)) / timelines.flatMap((each) => each.rows).length;
+    return Math.round(Math.max(15, room - this.strip));
   }
   get left() {
     return this.scroller.scrollLeft;

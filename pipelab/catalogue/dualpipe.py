@@ -55,7 +55,7 @@ def phases(near: Way, far: Way, before: int, behind: int, steady: int) -> Iterat
 
 
 class DualPipe(BothWays):
-    """Half of the micro-batches enter at each end; nearly every slot overlaps a forward with a backward.
+    """Half of the micro-batches enter at each end; ranks pair forwards of one half with backwards of the other.
 
         rank 0 | F0 F1 F2 F4 I4 W4 F5 F3&B5───    F6&B0─── B6───    F7&B1─── B7─── I2 W2 I3 W3
         rank 1 |    F0 F4 F1 F5 F2 B4─── F6&B0─── F3&B5─── F7&B1─── B6─── B2───    I7 I3 W7 W3

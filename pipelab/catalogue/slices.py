@@ -10,7 +10,7 @@ from pipelab.plan.actions import Action, B, F
 
 
 class Seq1F1B(SingleStage):
-    """1F1B whose micro-batches are slices of sequences: the bubble shrinks without more sequences.
+    """1F1B on slices: cut sequences fill the pipe sooner than whole ones, and run back from their last slice.
 
         rank 0 | F0 F1 F2 F3       B1 F4 B0 F5 B3    B2    B5 B4
         rank 1 |    F0 F1 F2    B1 F3 B0 F4 B3 F5 B2    B5 B4

@@ -369,7 +369,7 @@ def _entries(traces: Sequence[Trace], own: Colours, small: bool) -> list[Artist]
     for label, ground, hatch in (
         (said.get("wait"), colours.WAIT, ""),
         (said.get("transfer"), colours.WAIT, 2 * colours.HATCHES["transfer"]),
-        (said.get("rest"), colours.REST, "//"),
+        (said.get("idle"), colours.REST, "//"),
         ("idle" if any(map(coarse, traces)) else None, colours.REST, ""),
     ):
         if label:

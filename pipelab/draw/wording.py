@@ -212,7 +212,7 @@ def idle(traces: Sequence[Trace]) -> dict[str, str]:
             found |= {"wait": f"wait (r{rank}: rank {rank})", "arrow": "arrow: longest"}
             break
     found |= {"transfer": "transfer"} if "transfer" in reasons else {}
-    return found | ({"rest": ", ".join(rest)} if rest else {})
+    return found | ({"idle": ", ".join(rest)} if rest else {})
 
 
 def stood_behind(trace: Trace, wait: Wait) -> str:

@@ -89,6 +89,8 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
     found = {idle.reason for trace in comparison.traces for idle in trace.idle}
     waits_for = [reason for reason in REASONS if reason in found]
     said, example = wording.idle(comparison.traces), wording.example(comparison.traces)
+    if arrow := said.pop("arrow", ""):
+        said["wait"] += f"; {arrow}"
     data = {
         "shared": comparison.shares_axis,
         "cap": cap,
@@ -98,7 +100,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there}
         | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
         "legend": wording.legend(comparison.traces) | {"F": example + f"; {wording.PALER}" * example[0].isdigit()},
-        "wait": "; ".join(words for what, words in said.items() if what in ("wait", "arrow")),
+        "idle": said,
         "marks": wording.marks(comparison.traces),
         "letters": "".join(kind for kind in KINDS if kind in there),
         "view": "stack",

@@ -56,8 +56,9 @@ function ledgerOf(timeline) {
   for (const [name, each] of parts) {
     const share = `${((100 * each) / whole).toFixed(1)} %`,
       part = tag("button", "", name === "work" ? "work" : "lost");
-    part.append(...[name, ` ${number(each)}`, ` · ${share}`].map((text) => tag("span", text)));
-    if (name !== "work") {
+    const sum = name === "work" ? ` of ${number(whole)}, all ranks` : "";
+    part.append(...[name, ` ${number(each)}`, sum, ` · ${share}`].map((text) => tag("span", text)));
+    if (!sum) {
       const { ground } = GAPS[name];
       part.style.cssText = `background:var(--${ground});color:var(--${ground}-ink);border-color:var(--${ground}-edge)`;
     }

@@ -326,21 +326,16 @@ function legend() {
   const kinds = Object.entries(data.legend).map(([letter, text]) =>
     entry(letter, text, look.colour === "kind" || look.view !== "stack" ? `--${letter}0` : "--idle"),
   );
-  const there = new Set(models.flatMap(({ idle }) => idle.flatMap(({ reason }) => [GAPS[reason].ground, reason])));
   const overview = timelines.every((each) => each.crowded || each.rows[0].band);
-  const idle = [
-    ["wait", data.wait, "wait"],
-    ["transfer", "transfer", "wait", 180],
-    ["idle", overview ? "idle" : "not begun, or done", "idle", overview ? 0 : 135],
-  ]
-    .filter(([name]) => (overview ? name === "idle" : there.has(name)))
-    .map(([name, text, ground, angle]) => {
-      const made = tag("span", text);
-      const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
-      made.style.cssText = `--swatch:${angle ? hatch : `var(--${ground})`};--swatch-edge:var(--${ground}-edge)`;
-      made.dataset.paint = name;
-      return made;
-    });
+  const idle = Object.entries(overview ? { idle: "idle" } : data.idle).map(([name, text]) => {
+    const made = tag("span", text),
+      ground = name === "idle" ? name : "wait",
+      angle = name === "transfer" ? 180 : 135;
+    const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
+    made.style.cssText = `--swatch:${overview || name === "wait" ? `var(--${ground})` : hatch};--swatch-edge:var(--${ground}-edge)`;
+    made.dataset.paint = name;
+    return made;
+  });
   if (look.memory) {
     const most = Math.max(...timelines.flatMap((each) => each.model.lanes.map((lane) => lane.peak))),
       made = tag("span", `memory: up to ${counted(most, "activation")}`);

@@ -1,9 +1,12 @@
-"""The figures of the labs: how much memory a process has, and how a measured figure is quoted."""
+"""The figures of the labs: how much memory a process has, and how a measured figure is marked and quoted."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+DOUBTED = "*: not reliable, because {}. Measure again on a quiet machine, or argue from what is counted."
+"""What a mark means in a table without predictions."""
 
 
 def kernel_bytes(path: str, key: str) -> int | None:

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from pipelab.cli.believing import BUSY, LEGEND, believable
+from pipelab.cli.believing import believable
 from pipelab.draw import wording
 from pipelab.errors import UsageError, counted
 from pipelab.table import Column, Table
 from pipelab_course.ddp import DROPPED, Amdahl, Job, fit_amdahl, free_memory, memory_needed, run_job
-from pipelab_course.figures import quoted
+from pipelab_course.figures import DOUBTED, quoted
 
 Row = Mapping[str, Any]
 
@@ -167,14 +167,13 @@ def table(rows: Sequence[Row], experiment: str | None = None) -> Table:
     if experiment not in _SCALING:
         axes = ("batch", ("step_ms", "rows_per_s")) if experiment == "batch" else ("processes", ["step_ms"])
     curves = {"speed_up": ("amdahl", "ideal")} if experiment in _SCALING else {}
-    marked = ["step_ms" in row["marked"] for row in rows]
-    legend = [BUSY if all(marked) else LEGEND, _UNPREDICTED] * any(row["marked"] for row in rows)
+    legend = [DOUBTED.format(_WHY)] * any(row["marked"] for row in rows)
     return Table(shown, columns, axes=axes, curves=curves, notes=legend + _notes(rows, fits))
 
 
-_UNPREDICTED = (
-    "A time without a prediction is off if half of its steps differ from it by more than 15 %. A speed-up also depends "
-    "on the time of one process."
+_WHY = (
+    "other programs used over 10 % of the processor, half of the steps differ from the median by more than 15 %, or a "
+    "delay predicts something else (a speed-up and an efficiency: or because of the time of one process)"
 )
 
 
@@ -264,15 +263,15 @@ def _notes(rows: Sequence[Row], fits: Mapping[str, Amdahl]) -> list[str]:
             )
         if "loss" in found:
             notes.append(
-                "{model}: the loss of the last step was {loss}, and differs by at most {loss_range} among these rows: "
-                "all did the same training.".format_map(found)
+                "{model}: the loss of the last step was {loss}, and differs by at most {loss_range} among these "
+                "rows.".format_map(found)
             )
         if "dp_first" in (single := _data_parallel(mine)):
             notes.append(
                 "{model}: DataParallel is emulated: one process scatters, copies and gathers for {dp_devices}, and "
                 "computes for them in turn, which counts as simultaneous. Device 0 works {dp_first} of the step and "
                 "holds {dp_mb}, the others {dp_others} and {dp_others_mb}: bytes of tensors. DDP's MB are what "
-                "training added to a process.".format_map(found | single)
+                "training added to a process, libraries included: do not compare the two.".format_map(found | single)
             )
     return notes
 
@@ -289,7 +288,7 @@ def _took(row: Row) -> str:
 def _of_fit(label: str, fit: Amdahl, rows: Sequence[Row]) -> str:
     one, *_, last = [row for row in rows if row["run"] == label]
     if fit.serial >= 1:
-        return f"{label}: Amdahl's law has no serial fraction to find here."
+        return f"{label}: more processes were not faster, so Amdahl's law has no serial fraction to find."
     missed = ""
     if fit.residual is not None:
         missed = (

@@ -24,14 +24,14 @@ import torch
 from torch import nn
 
 from pipelab.catalogue import Naive
-from pipelab.cli.believing import BUSY, LEGEND, Watch, believable
+from pipelab.cli.believing import Watch, believable
 from pipelab.cli.running import Job, linear_stack
 from pipelab.draw import wording
 from pipelab.engine.pipeline import Pipeline
 from pipelab.engine.stage.batch import row_counts
 from pipelab.errors import counted
 from pipelab.table import Column, Table
-from pipelab_course.figures import quoted
+from pipelab_course.figures import DOUBTED, quoted
 from pipelab_course.grading.emulated import Calls, emulated
 
 Row = Mapping[str, Any]
@@ -225,9 +225,8 @@ def table(rows: Sequence[Row]) -> Table:
     if any(row["allocator_peak_mb"] for row in rows):
         columns.append(Column("allocator_peak_mb", "allocator's peak, MB", _megabytes))
     axes = ("depth" if several else "devices", ("step_time_ms", "most_mb"))
-    marked = [bool(row["marked"]) for row in rows]
-    legend = f"{BUSY if all(marked) else LEGEND} More devices cannot make a step shorter."
-    notes = [legend] * any(marked) + [*_NOTES]
+    why = "other programs used over 10 % of the processor, or other rows of the same depth contradict it"
+    notes = [DOUBTED.format(why)] * any(row["marked"] for row in rows) + [*_NOTES]
     return Table(
         [{"model": names[row["split"]].format(_devices(row)), **row} for row in rows], columns, axes=axes, notes=notes
     )

@@ -98,6 +98,8 @@ def test_a_time_that_more_devices_cannot_reach_is_marked():
     rows = list(hw3.measurements([5], [5], width=4, batch=2, steps=1))
     few, many = (row | {"step_time_ms": time, "others": 0.0} for row, time in zip(rows, (100.0, 80.0), strict=True))
     assert "80*" in str(hw3.table([few, many]))
+    why, *_ = hw3.table([few, many]).notes  # there is no prediction, and a question asks whether more devices help
+    assert not any(word in why for word in ("predict", "devices"))
     assert "*" not in str(hw3.table([few, many | {"step_time_ms": 130.0}])).partition("MB:")[0]
     assert "130*" in str(hw3.table([few, many | {"step_time_ms": 130.0, "others": 0.2}]))
 

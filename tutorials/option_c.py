@@ -2,11 +2,10 @@
 # # The single loop, dissected
 #
 # In a course's practical you run three scripts on two GPUs: A takes one micro-batch at a time, B is GPipe, and C is
-# "1F1B": one short loop, forward of i, backward of i - 1. C should be the best of the three. You measure it, and it is
-# hardly faster than A. You look for your mistake all evening.
+# "1F1B": one short loop, forward of i, backward of i - 1. Which one wins, and by how much?
 #
-# There is no mistake in your code. On this page you find out what the loop makes the ranks wait for, how much that
-# costs on any number of ranks, and which single number turns the loop into 1F1B.
+# On this page you find out what a single loop makes its ranks wait for, how much that costs on any number of ranks, and
+# which single number turns the loop into 1F1B.
 #
 # It takes about 21 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. Run it with
 # `pipelab tutorial option_c`, which asks for your predictions before it shows the answers.
@@ -89,7 +88,7 @@ assert [str(event.action) for event in path[13:21]] == ["3B1", "2B1", "1B1", "0B
 
 # %%
 print("ranks  one at a time  single loop  GPipe")
-for P in (2, 3, 4, 8):
+for P in (3, 4, 8):
     naive, single, gpipe = (
         pipelab.simulate(kind(P, 8), cost).makespan for kind in (pipelab.Naive, SingleLoop, pipelab.GPipe)
     )
@@ -149,7 +148,8 @@ assert WholeLead(4, 8).plan() == pipelab.GPipe(4, 8).plan()
 # ## Predict: a larger lead everywhere
 #
 # So the lead takes us from the slowest schedule to one of the fastest. Perhaps 1 was just too small? On four ranks, a
-# lead of 0 takes 96 units, of 1 it takes 87, and of 8 it takes 33. How long does a lead of **2** on every rank take?
+# lead of 0 takes 96 units, and of 8 it takes 33. How long does a lead of **4** on every rank take, as many as there are
+# ranks?
 
 # %%
 my_second_prediction = None  # units
@@ -168,8 +168,8 @@ for same in range(9):
     assert trace.makespan == (4 * 8 - (4 - 1) * lead) * 3 == 96 - 9 * lead
 
 # %% [markdown] tags=["answer"]
-# Each step of the lead saves 9 units, and costs an activation on every rank. A lead of 2 takes 78 units. Even a lead of
-# 4, as many as there are ranks, takes 60. The size of the lead is not the problem.
+# Each step of the lead saves 9 units, and costs an activation on every rank. So a lead of 4 takes 60 units, far more
+# than 33. The size of the lead is not the problem.
 
 # %% [markdown]
 # ## Neighbours
@@ -178,11 +178,8 @@ for same in range(9):
 # forward comes from rank 0, and rank 0 runs it only after the backward that rank 1 has just sent. So rank 1 waits for
 # one backward and one forward of rank 0, every time.
 #
-# If rank 0 is **one forward further ahead**, the input that rank 1 wants is already there. So the lead must fall by one
-# from rank to rank, down to 0 on the last one, which can turn around right away. The exercise is to write that.
-#
-# This is also why one rank's code cannot tell you whether a schedule is good. On the last rank, the single loop is
-# nearly 1F1B. It is the *differences* between ranks that let them work at the same time.
+# This is also why one rank's code cannot tell you whether a schedule is good. It is the *differences* between ranks
+# that let them work at the same time. Which differences are large enough is the exercise.
 #
 # ## Exercise: the lead of 1F1B
 #

@@ -12,7 +12,7 @@ Fill the holes in `run_1F1B_homework`, and change nothing else. Then
 
 - print F{i} after each forward, and B{i-1} after each backward inside the `if`; run 1 step, and
   write down the sequence;
-- explain it: Why i - 1? What happens if the condition goes away? Where does backward begin to overlap with forward?
+- explain it: Why i - 1? What happens if the condition goes away? Does a forward ever run beside a backward?
 """
 
 import torch

@@ -9,7 +9,8 @@ from string import Formatter
 
 import pytest
 
-from pipelab import files
+from pipelab import files, simulate
+from pipelab.catalogue import DelayedBackward
 from pipelab_course import commands, compressed, hw1, hw3, practical9
 from pipelab_course.grading.tasks import variant
 from pipelab_course.hybrid import Hybrid
@@ -125,3 +126,11 @@ def test_a_students_copy_prints_no_answer(pipelab_command, monkeypatch, words: t
     answers = [sentence for answer in key(words[1]).values() for sentence in answer["answer"]]
     assert not [answer for answer in answers if answer.partition("{")[0][:40] in said and len(answer) > 40]
     assert "wrong" not in said
+
+
+def test_the_single_loop_runs_no_forward_beside_a_backward() -> None:  # as two answers say
+    for ranks, microbatches in ((2, 4), (3, 4), (4, 8)):
+        events = simulate(DelayedBackward(ranks, microbatches)).events
+        forwards, backwards = ([event for event in events if event.action.kind == kind] for kind in "FB")
+        pairs = [(f, b) for f in forwards for b in backwards if f.start < b.end and b.start < f.end]
+        assert (len(forwards), pairs) == (ranks * microbatches, [])

@@ -276,9 +276,10 @@ def _forwards(run: Run) -> Found:
     found = [event for event in run.events if event[0] == "F"]
     once = sum(times == 1 for times in run.times("F"))
     stopped = bool(run.error) and found == expected[: len(found)]
+    right = found == expected or (stopped and bool(found) and "backward(" in run.error)  # no forward was at fault
     effect = f"{once} of {run.count} micro-batches go forward once"
     hint = _copied("orders", [m for _, m in found], run.own.order)
-    return Found(found == expected, _names(expected), _names(found), effect, hint, reached=not stopped)
+    return Found(right, _names(expected), _names(found), effect, hint, reached=not stopped)
 
 
 def _targets(run: Run) -> Found:
@@ -447,7 +448,7 @@ def _of_shown(runs: Sequence[Run], training: Found) -> dict[str, Found]:
     found["training"] = replace(training, reached=wrong_at is not runs[0])
     wrong = [name for name, seen in found.items() if not seen.right]
     if wrong and not any(found[name].reached for name in wrong):  # an error is the only cause
-        first, error = found[wrong[0]], "The error above is the cause. What does the line that it names do there?"
+        first, error = found[wrong[0]], "The error above is the cause. Which line made what the named line uses?"
         found[wrong[0]] = replace(first, reached=True, hint=error if runs[0].error else first.hint)
     return found
 

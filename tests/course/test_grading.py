@@ -153,6 +153,7 @@ OUTSIDE = (
     ("    outputs, targets = [], []\n", ""),
     ("def make_data", "outputs, targets = [], []\n\n\ndef make_data"),
 )
+DETACHED = changed(("outputs.append(output)", "outputs.append(output.detach())"))
 # What the notes for teachers call it, and its file. The notes say which tasks fail and are not reached.
 MISTAKES = {
     "`micro_y` is not moved": changed((MOVE, "targets.append(micro_y)")),
@@ -164,6 +165,7 @@ MISTAKES = {
     "holes 2 and 3 are empty": changed((BACKWARD, "pass"), (LAST, "pass")),
     "all holes are empty": TEMPLATE.read_text(encoding="utf-8"),
     "no condition": changed(("if i > 0:", "if True:")),
+    "`output.detach()` is stored": DETACHED,
     "no condition, and `retain_graph=True`": changed(
         ("if i > 0:", "if True:"), (BACKWARD, BACKWARD.replace("()", "(retain_graph=True)"))
     ),
@@ -217,13 +219,12 @@ def test_a_teacher_weighs_the_tasks():
         (BACKWARD, BACKWARD.replace("loss_fn", "total = total + loss_fn").replace(".backward()", "")),
         (LAST, f"(total + {LAST.removesuffix('.backward()')}).backward()"),
     )
-    detached = changed(("outputs.append(output)", "outputs.append(output.detach())"))
-    defaults = [judged(text).score for text in (changed(GPIPE), total, detached)]
-    assert defaults == [70, 70, 15]
-    assert judged(detached, points={"not_reached": 50}).score == 52
+    defaults = [judged(text).score for text in (changed(GPIPE), total, DETACHED)]
+    assert defaults == [70, 70, 25]
+    assert judged(DETACHED, points={"not_reached": 50}).score == 52
     points = {"order": 60, "not_reached": 50}
-    weighed = [judged(text, points=points) for text in (changed(GPIPE), total, detached, SOLUTION)]
-    assert [(grade.score, grade.max_score) for grade in weighed] == [(75, 140), (75, 140), (72, 140), (140, 140)]
+    weighed = [judged(text, points=points) for text in (changed(GPIPE), total, DETACHED, SOLUTION)]
+    assert [(grade.score, grade.max_score) for grade in weighed] == [(75, 140), (75, 140), (52, 140), (140, 140)]
     assert [mark.task.name for mark in judged(SOLUTION, points={"hidden sizes": 0}).marks][-1] == "training"
 
 
@@ -241,6 +242,7 @@ def test_other_names_and_numbers_are_no_points(points):
         ("no condition", "i - 1", True),
         ("the backward of i, not of i - 1", "i - 1", False),
         ("an unknown name in hole 3", "error", True),
+        ("`output.detach()` is stored", "Which line made", True),
         ("`outputs[3]` in hole 3", "right with 4", True),
         ("`nn.functional.mse_loss` instead of `loss_fn`", "loss_fn", True),
     ],

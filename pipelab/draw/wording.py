@@ -12,6 +12,7 @@ from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, TRAITS
 from pipelab.schedule import Schedule
 from pipelab.trace.ledger import WAITS
+from pipelab.trace.replay import order_of
 from pipelab.trace.waits import values_between
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def caption(trace: Trace) -> str:
         idle += f" and recompute {percent(again / (trace.ranks * trace.makespan or 1))}"
     if trace.ranks > 1 and sum(map(len, trace.ends)) <= _QUICK:
         # A rank limits the step if it works most of the time on what may not end later, and longer than any other.
-        works = trace.work_without_slack
+        works = order_of(trace).work_without_slack()
         *_, second, first = sorted(works)
         alone = first > 0.6 * trace.makespan and second < 0.95 * first
         idle += f"; rank {works.index(first)} limits it" if alone else "; no rank alone limits it"

@@ -98,9 +98,8 @@ def spread(traces: Sequence[Trace], cost: Cost) -> tuple[float, ...]:
     """Return by which share each step took longer than its order takes with these costs, ascending."""
     longer = []
     for trace in traces:
-        bound, ran = trace.plan.bound, replay.listed(trace)
-        codes = [each.code for each in ran.values()]
-        order = replay.Order(trace, {name: number for number, name in enumerate(ran)})
+        bound, order = trace.plan.bound, replay.order_of(trace)
+        codes = [each.code for each in replay.listed(trace).values()]
         lasts, delays = cost.lengths(trace.plan)
         lags = bound.codes.by_need(delays)
         times = replay.Times([lasts[code] for code in codes], [0.0] * len(codes), lags)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipelab.errors import UsageError, clean
 from pipelab.plan.actions import HALVES
 from pipelab.plan.fault import shorten
-from pipelab.trace.replay import Name, Order, Ran, Times, listed
+from pipelab.trace.replay import Name, Order, Ran, Times, listed, order_of
 from pipelab.trace.trace import Trace
 
 
@@ -85,7 +85,7 @@ def what_if(trace: Trace, rank: int) -> WhatIf:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < trace.ranks:
         raise UsageError(f"rank={shorten(rank)}: the trace has ranks 0 to {trace.ranks - 1}")
     measured, actions = trace.source != "simulated", listed(trace)
-    order = Order(trace, {name: number for number, name in enumerate(actions)})
+    order = order_of(trace)
     if measured:
         _travel_as_usual(order)
     turns = list(_turns(order, actions))

@@ -38,6 +38,11 @@ Name = tuple[Kind, int, int, int, int]
 """An action in any trace: kind, micro-batch, stage; of what several ranks may run, the rank; which one of several."""
 
 
+def order_of(trace: Trace) -> Order:
+    """Return the order of a trace, its actions numbered as `listed` lists them."""
+    return Order(trace, {name: number for number, name in enumerate(listed(trace))})
+
+
 def listed(trace: Trace) -> dict[Name, Ran]:
     """Return all actions of a trace, each all-reduce once for each of its ranks, and each move."""
     bound, codes = trace.plan.bound, trace.plan.bound.codes
@@ -144,6 +149,15 @@ class Order:
         length = fsum(time for turn, what in chain for time in (lasts[turn], times.lags[what]))
         actions = [action for turn, _ in chain for action in self.turns[turn]]
         return Path(length, actions, [(what, self.number_of[what]) for _, what in chain if what != NOTHING])
+
+    def work_without_slack(self) -> list[float]:
+        """Return, by rank, how long it works on what could not end later without a longer step."""
+        works = [0.0] * self._trace.ranks
+        rests = self.network.rests(self._lasts(self.times), self.times.lags)
+        for (rank, slot), (start, end), rest in zip(self._jobs, self._spans, rests, strict=True):
+            without = end + rest >= self._trace.makespan * (1 - 1e-6)
+            works[rank] += (end - start) * (self._trace.plan.bound.computes(slot[0]) and without)
+        return works
 
     def _lasts(self, times: Times) -> list[float]:
         """Return how long each turn takes, its late start included."""

@@ -20,7 +20,7 @@ from pipelab.plan.plan import Plan
 from pipelab.trace.events import Event, Transfer, union
 from pipelab.trace.ledger import Idle, Ledger, idle_times
 from pipelab.trace.reading import FORMAT, VERSION, read, read_saved
-from pipelab.trace.waits import critical_path, crossings, waits, work_without_slack
+from pipelab.trace.waits import critical_path, crossings, waits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -269,17 +269,6 @@ class Trace:
             [0F0, 1F0, 1B0, 1F1, 1B1, 0B1]
         """
         return critical_path(self)
-
-    @cached_property
-    def work_without_slack(self) -> tuple[float, ...]:
-        """For each rank, how long it works on actions that could not end later without a longer makespan.
-
-        Example:
-            >>> import pipelab
-            >>> pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8)).work_without_slack
-            (15.0, 18.0, 21.0, 24.0)
-        """
-        return work_without_slack(self)
 
     def why(self, rank: int, at: float, lines: int = 5) -> str:
         """Return why a rank is idle at a time, followed back to the root; or what it runs then, and why not earlier.

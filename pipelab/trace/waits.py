@@ -111,25 +111,6 @@ def critical_path(trace: Trace) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def work_without_slack(trace: Trace) -> tuple[float, ...]:
-    """Return, by rank, how long it works on what has no slack: see `Trace.work_without_slack`."""
-    bound = trace.plan.bound
-    rows = enumerate(bound.computing if bound.pairs else ())
-    shared = {code for rank, row in rows for at, code in enumerate(row) if half(trace, rank, at) == "upper"}
-    jobs, network = network_of(bound, shared)
-    times = {(rank, code): span for rank in range(trace.ranks) for code, *span in trace.ran(rank)}
-    spans = [times[rank, code] for rank, (code, *_) in jobs]
-    lags = bound.codes.by_need([0.0] * (bound.codes.always + 1))
-    for code, lag in Waits(trace, for_moves=False).lags().items():
-        lags[code] = lag
-    works = [0.0] * trace.ranks
-    for (rank, unit), (start, end), rest in zip(
-        jobs, spans, network.rests([end - start for start, end in spans], lags), strict=True
-    ):
-        works[rank] += (end - start) * (bound.computes(unit[0]) and end + rest >= trace.end - 1e-6 * trace.makespan)
-    return tuple(works)
-
-
 class Waits:
     """What the actions of a trace waited for, computed when asked for."""
 

@@ -13,8 +13,9 @@ from strategies import catalogue_plans, costs, legal_cases
 
 import pipelab
 from pipelab import B, Cost, F, Plan, Trace
+from pipelab.draw.wording import caption
 from pipelab.trace.events import Transfer
-from pipelab.trace.replay import Order, listed, passed
+from pipelab.trace.replay import Order, listed, order_of, passed
 
 
 def shaken(trace, seed, share=0.3):
@@ -216,7 +217,7 @@ def test_what_runs_beside_computing_is_compared_too():
 )
 def test_a_replay_with_its_own_times_is_the_trace(plan, cost):
     trace = pipelab.simulate(plan, cost)
-    order = Order(trace, {name: at for at, name in enumerate(listed(trace))})
+    order = order_of(trace)
     again = order.again(order.times, trace.name)
     assert (again.events, again.moves, again.transfers) == (trace.events, trace.moves, trace.transfers)
     assert order.path(order.times).length == trace.makespan
@@ -233,13 +234,22 @@ def test_a_replay_with_its_own_times_is_the_trace(plan, cost):
 def test_work_without_slack_is_what_makes_the_step_longer_if_it_takes_longer(plan, cost):
     trace = pipelab.simulate(plan, cost)
     ran = listed(trace)
-    order, works = Order(trace, {name: at for at, name in enumerate(ran)}), [0.0] * trace.ranks
+    order, works = order_of(trace), [0.0] * trace.ranks
     for at, each in enumerate(ran.values()):
         longer = replace(order.times, durations=[*order.times.durations])
         longer.durations[at] += 1e-3
         limits = order.path(longer).length > trace.makespan + 1e-6 and trace.plan.bound.computes(each.code)
         works[each.rank] += order.times.durations[at] * limits
-    assert trace.work_without_slack == pytest.approx(works)
+    assert order.work_without_slack() == pytest.approx(works)
+
+
+@pytest.mark.parametrize("latency", [0, 0.5])
+def test_a_slow_rank_limits_a_step_that_was_measured_with_gaps(latency):
+    slow = Cost(forward=[1, 1, 4, 1], backward=[2, 2, 8, 2], latency=latency, sender="busy" if latency else "free")
+    simulated = pipelab.simulate(pipelab.OneFOneB(4, 8), slow)
+    for trace in (simulated, shaken(simulated, 1, 0.01)):
+        assert order_of(trace).work_without_slack()[2] > 0.8 * trace.makespan
+        assert "rank 2 limits it" in caption(trace)
 
 
 ONE = pipelab.simulate(pipelab.OneFOneB(2, 2))

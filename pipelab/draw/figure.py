@@ -295,7 +295,7 @@ def _boxes(
 def _marks(lanes: Lanes, ax: Axes) -> None:
     """Point at the longest wait, follow the ways of micro-batches, and hold each rank's first sequence of slices."""
     trace, bound = lanes.trace, lanes.trace.plan.bound
-    ways, size = (wording.ways(trace), wording.slices(trace)) if not _small(ax) else ({}, 1)
+    ways, brackets = (wording.ways(trace), wording.brackets(trace)) if not _small(ax) else ({}, [])
     arrows: list[tuple[tuple[float, float], tuple[float, float], str]] = []  # from, to, colour
     if (found := lanes.longest_wait()) is not None:
         gap, giver = found
@@ -314,8 +314,8 @@ def _marks(lanes: Lanes, ax: Axes) -> None:
     for start, end, ink in arrows:
         style = {"arrowstyle": "-|>", "color": ink, "linewidth": 1, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 8}
         ax.annotate("", end, start, arrowprops=style, annotation_clip=False, gid="idle")
-    for rank, row in enumerate(bound.computing if size > 1 else ()):
-        if row[size - 1] - row[0] == (size - 1) * trace.plan.stages:
+    for rank, size in enumerate(brackets):
+        if size:
             x, x2 = trace.starts[rank][0] - trace.start, trace.ends[rank][size - 1] - trace.start
             ax.plot([x, x, x2, x2], [rank - each for each in (0.37, 0.47, 0.47, 0.37)], color="black", linewidth=1)
 

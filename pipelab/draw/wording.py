@@ -129,7 +129,7 @@ def caption(trace: Trace) -> str:
     who, each = (
         (f"Rank {peaks.index(most)}", f" (by rank: {elided(peaks)})") if min(peaks) < most else ("Every rank", "")
     )
-    of = f" of slices, each 1/{slices(trace)} of a sequence" if slices(trace) > 1 else ""
+    of = f" of slices, each {share}" if (share := _share(trace)) else ""
     told = [f"A step takes {span(trace)}", idle]
     told += [f"{who} holds up to {counted(most, 'activation')}{of}{each}"] if most else []
     if max(trace.spans, default=0.0) < 0.99 * trace.makespan:  # of ZB-H2, whose lanes are a parallelogram
@@ -167,15 +167,34 @@ def ways(trace: Trace) -> dict[int, tuple[int, ...]]:
     return {m: way for way, m in found.items()} if up and len(found) < 5 else {}
 
 
-def slices(trace: Trace) -> int:
-    """Return into how many slices a plan cuts each sequence."""
-    after, count = trace.plan.after, trace.plan.microbatches
-    return count // sum(not [*after(m, 0)] for m in range(count)) if after else 1
+def _sequences(trace: Trace) -> dict[int, list[int]]:
+    """Return the micro-batches that are slices of one sequence, by the first of them."""
+    after, heads, found = trace.plan.after, list[int](), dict[int, list[int]]()
+    for m in range(trace.plan.microbatches):
+        heads.append(min((heads[each] for each in (after(m, 0) if after else ())), default=m))
+        found.setdefault(heads[m], []).append(m)
+    return found
+
+
+def _share(trace: Trace) -> str:
+    """Return how much of a sequence a micro-batch is; empty if a whole one."""
+    sizes = {len(each) for each in _sequences(trace).values()} or {1}
+    return "part of a sequence" if len(sizes) > 1 else f"1/{max(sizes)} of a sequence" * (sizes != {1})
+
+
+def brackets(trace: Trace) -> list[int]:
+    """Return how many actions each rank begins with that are one sequence's slices, in order; none if no rank does."""
+    plan, whole, found = trace.plan, _sequences(trace), list[int]()
+    for row in plan.bound.computing:
+        slices = whole.get(plan.bound.codes.microbatch[row[0]], []) if row else []
+        wanted = [row[0] + (m - slices[0]) * plan.stages for m in slices]
+        found.append(len(slices) if len(slices) > 1 and row[: len(slices)] == wanted else 0)
+    return found if any(found) else []
 
 
 def marks(traces: Sequence[Trace]) -> list[str]:
     """Return what a legend says of the marks that show a schedule's idea."""
-    said = [f"┌┐ {slices(trace)} slices: a sequence" for trace in traces if slices(trace) > 1]
+    said = [f"┌┐ {size} slices: a sequence" for trace in traces for size in brackets(trace) if size]
     said += [f"→ way of {', '.join(f'F{m}' for m in ways(trace))}" for trace in traces if ways(trace)]
     return list(dict.fromkeys(said))
 
@@ -195,7 +214,7 @@ def example(traces: Sequence[Trace]) -> str:
 def _example(trace: Trace) -> str:
     plan, stage_of = trace.plan, trace.plan.bound.codes.stage
     m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
-    what = f"slice {m}, 1/{slices(trace)} of a sequence" if slices(trace) > 1 else f"micro-batch {m}"
+    what = f"slice {m}, {share}" if (share := _share(trace)) else f"micro-batch {m}"
     if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
         return f"{s}F{m} = stage {s}, forward, {what}"
     return f"F{m} = forward of {what}"

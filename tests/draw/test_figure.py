@@ -414,6 +414,8 @@ def test_a_figure_says_its_idea_and_marks_ways_slices_and_the_stage_of_each_gath
     assert [(min(each.get_xdata()), max(each.get_xdata())) for each in slices.lines] == [
         (0.5 * rank, 0.5 * rank + 2) for rank in range(4)
     ]
+    empty = Plan.parse(["0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0", ""], after=lambda m, s: [0] * m)
+    assert len(figure.plot(pipelab.simulate(empty)).lines) == 1
     sharded = pipelab.simulate(pipelab.with_gathers(pipelab.LoopedBFS(2, 4), 1), Cost(gather=1))
     said = [each.get_text() for each in figure.plot(sharded).texts]
     stages = [str(move.action.stage) for move in sharded.moves if move.duration]

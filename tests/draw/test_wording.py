@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import pipelab
@@ -64,6 +66,25 @@ def test_of_slices_a_caption_and_the_example_say_how_much_of_a_sequence_they_are
     held = "Rank 0 holds up to 5 activations of slices, each 1/2 of a sequence (by rank: 5 4 3 2)."
     assert wording.caption(sliced).endswith(held)
     assert wording.example([sliced]) == "F3 = forward of slice 3, 1/2 of a sequence"
+
+
+@pytest.mark.parametrize(
+    ("plan", "found", "share"),
+    [
+        (OneFOneB(2, 4), [], ""),
+        (pipelab.SlimPipe(4, 8), [4, 4, 4, 4], "1/4"),
+        (pipelab.replicate(pipelab.Seq1F1B(2, 4), 2), [2, 2, 2, 2], "1/2"),
+        (pipelab.Plan.parse("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0", after=lambda m, s: [m - 2] * (m > 1)), [], "1/2"),
+        (pipelab.Plan.parse("0F0 0F1 0F2 0B2 0B1 0B0", after=lambda m, s: [0] * (m == 1)), [2], "part"),
+        (pipelab.Plan.parse(["0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0", ""], after=lambda m, s: [0] * m), [2, 0], "1/2"),
+    ],
+)
+def test_a_bracket_holds_the_slices_of_one_sequence_and_no_others(plan, found, share):
+    trace = pipelab.simulate(plan)
+    assert wording.brackets(trace) == found
+    assert wording.marks([trace]) == [f"┌┐ {max(found)} slices: a sequence" for _ in found[:1]]
+    said = re.findall(r"(?:, |each )(\S+) of a sequence", wording.example([trace]) + wording.caption(trace))
+    assert said == [share, share] * bool(share)
 
 
 def test_a_caption_tells_recomputation_from_work():

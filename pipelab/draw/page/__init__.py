@@ -209,12 +209,12 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 def _trace(trace: Trace, name: str) -> dict[str, Any]:
     """Return what the page draws of a trace. Times are whole numbers of `tick`, and count from the trace's start.
 
-    An action's number is its code; `apart` is the way to the next micro-batch's. `directions` has, for each micro-
-    batch, the rank of its first stage; `ways`, the first micro-batch of each way; `moves`: see `_move`; `critical`:
-    rank and number of each action on the critical path. Each rank has its actions, see `_row`; `halves` are those that
-    share a slot with the next. `idle` has the reason of each idle time, which ends when the next action starts; if
-    another idle time follows first, it has `-1 - reason` and the length. In long lists, `[value, count]` is a run of a
-    value.
+    An action's number is its code; `apart` is the way to the next micro-batch's. `directions` has, for each
+    micro-batch, the rank of its first stage; `ways`, the first micro-batch of each way; `brackets`: see `wording`;
+    `moves`: see `_move`; `critical`: rank and number of each action on the critical path. Each rank has its actions,
+    see `_row`; `halves` are those that share a slot with the next. `idle` has the reason of each idle time, which ends
+    when the next action starts; if another idle time follows first, it has `-1 - reason` and the length. In long lists,
+    `[value, count]` is a run of a value.
     """
     lanes, bound, moves = Lanes(trace), trace.plan.bound, set(trace.moves)
     code = bound.codes.code
@@ -240,7 +240,7 @@ def _trace(trace: Trace, name: str) -> dict[str, Any]:
         "typical": min((time for kind, time in typical.items() if kind in PER_MICROBATCH), default=0),
         "strips": len(lanes.strips),
         "ways": [*wording.ways(trace)],
-        "sliced": wording.slices(trace),
+        "brackets": wording.brackets(trace),
         "moves": [_move(each, ticks([each.start, each.end]), lanes.strips) for each in trace.moves],
         "critical": [(event.rank, code(event.action)) for event in trace.critical_path if event not in moves],
         "ranks": [

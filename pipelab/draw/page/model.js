@@ -40,8 +40,8 @@ function column(order, list) {
 
 class Model {
   constructor(raw) {
-    const { caption, idea, unit, tick, typical, strips, namesStages, ways, sliced, apart } = raw;
-    Object.assign(this, { caption, idea, unit, tick, typical, strips, namesStages, ways, sliced, apart });
+    const { caption, idea, unit, tick, typical, strips, namesStages, ways, brackets, apart } = raw;
+    Object.assign(this, { caption, idea, unit, tick, typical, strips, namesStages, ways, brackets, apart });
     Object.assign(this, { title: raw.name, span: raw.span * tick, directions: unpack(raw.directions) });
     const count = raw.ranks.reduce((sum, rank) => sum + rank.order.length, 0);
     this.lanes = raw.ranks.map(({ behind, busy, peak, lane }) => ({ behind, busy, peak, lane }));

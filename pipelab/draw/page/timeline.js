@@ -498,16 +498,14 @@ class Timeline {
   signs(painter) {
     if (this.crowded || this.rows[0].band || look.critical || look.now !== null || look.view !== "stack") return;
     const { model } = this,
-      { ways, sliced, apart, first, start, end, code } = model,
+      { ways, brackets, apart, first, start, end } = model,
       forward = (stage, m) => model.named(`${stage}F${m}`)[0];
     for (const m of ways)
       for (let s = 1; s < apart; s += 1) this.arrow(forward(s - 1, m), forward(s, m), "way", null, painter);
-    for (let rank = 0; sliced > 1 && rank < first.length - 1; rank += 1) {
-      const last = first[rank] + sliced - 1,
-        { x, y, width } = this.box(start[first[rank]], end[last], rank);
-      if (code[last] - code[first[rank]] === apart * (sliced - 1))
-        painter.path(`M${x + 1} ${y + 5}v-7h${width - 2}v7`, "--text", "arrow way");
-    }
+    brackets.forEach((count, rank) => {
+      const { x, y, width } = this.box(start[first[rank]], end[first[rank] + count - 1], rank);
+      if (count) painter.path(`M${x + 1} ${y + 5}v-7h${width - 2}v7`, "--text", "arrow way");
+    });
   }
 
   // The times to write on an axis, each at its x.

@@ -54,7 +54,7 @@ def test_the_job_of_reading_a_timeline_takes_and_waits_as_its_first_paragraph_sa
     cost = pipelab.Cost(forward=[10, 10, 16, 10], backward=[20, 20, 32, 20])
     trace = pipelab.simulate(pipelab.OneFOneB(4, 8), cost)
     assert round(trace.makespan / as_planned.makespan - 1, 2) == 0.39
-    assert [round(1 - busy / trace.makespan, 2) for busy in trace.busy] == [0.48, 0.48, 0.16, 0.48]
+    assert round(1 - sum(trace.busy) / 4 / trace.makespan, 2) == 0.40
 
 
 @pytest.mark.parametrize(("room", "par"), [(2, 10), (3, 7)])

@@ -4,8 +4,8 @@
 # Your bubble is 27 %. A colleague points at the end of the step: "There the pipe runs empty, only because the optimizer
 # wants all gradients before it steps. Let each stage step as soon as it has a gradient, and the pipe never runs empty."
 #
-# She is right, and PipeDream (Narayanan et al. 2019) did this before 1F1B had a flush. On this page you find out what
-# it buys, and what it costs: in memory, and in learning.
+# She is right, and PipeDream (Narayanan et al. 2019) did this before 1F1B had a flush. On this page you find out what a
+# pipeline without a flush buys, and what it costs: in memory, and in learning.
 #
 # It takes about 21 minutes, and you need [What 1F1B buys](what_1f1b_buys.md) before it. Run it with
 # `pipelab tutorial asynchronous`, which asks for your predictions before it shows the answers.
@@ -65,7 +65,7 @@ for rank, row in enumerate(pipelab.PipeDream(P, 8).plan().rows):
 # PipeDream keeps them: each backward uses the weights of its forward, and a rank keeps a *version* for each micro-batch
 # in flight.
 
-# %%
+# %% tags=["answer"]
 memory = pipelab.Memory(weights=100)
 print(pipelab.memory_use(pipelab.PipeDream(P, 8), memory))
 assert [held.weights for held in pipelab.memory_use(pipelab.PipeDream(P, 8), memory).at_peak] == [400, 300, 200, 100]
@@ -76,7 +76,7 @@ assert [held.weights for held in pipelab.memory_use(pipelab.PipeDream(P, 8), mem
 
 # %%
 assert pipelab.check(pipelab.TwoBW(P, 64), versions=2) == []
-assert pipelab.simulate(pipelab.TwoBW(P, 64), cost).makespan == 201
+assert pipelab.simulate(pipelab.TwoBW(P, 64), cost).makespan == run.makespan
 
 # %% [markdown]
 # ## Predict: what does a late gradient cost?

@@ -5,7 +5,7 @@
 # of the batch. Or something in between: four pipelines of four stages, say. The scripts that you find on the net all
 # use something in between, and none of them says why.
 #
-# On this page you find the formula that decides if nothing hides the all-reduce, and then what the formula leaves out.
+# On this page you find a formula for the quickest number of copies, and then what the formula leaves out.
 #
 # It takes about 26 minutes, and you need [Fill, drain and the bubble](fill_and_drain.md) before it. How an all-reduce
 # works inside is in [Gradients around a ring](gradients_around_a_ring.md). Run it with
@@ -94,7 +94,7 @@ assert {round(step(*cut, 24).makespan, 6) for cut in CUTS} == {141}
 # exactly as long.
 
 # %% [markdown]
-# ## Why never the middle?
+# ## What decides?
 #
 # Write W = 48 ms for the work of one micro-batch in the whole model, M for all micro-batches, and G for `send_ms`. A
 # stage takes W / P, a replica runs M / D = M P / N micro-batches, and the step takes
@@ -126,8 +126,7 @@ for send_ms in (0, 8, 24, 64):
 #
 # PyTorch's `DistributedDataParallel` (2.13) all-reduces gradients in pieces, while the layers before still run
 # backward. Say that an all-reduce runs beside all of a stage's last backward, and that neither slows the other. Sending
-# the gradient takes 24 ms, the time for which all cuts were equal. Which is the best cut now? And is there a time for
-# which something in the middle is?
+# the gradient takes 24 ms again. Which is the best cut now? And is there a time for which something in the middle is?
 
 # %%
 my_third_prediction = None  # (P, D) for 24 ms, and yes or no
@@ -155,7 +154,7 @@ assert min(CUTS, key=lambda cut: step(*cut, 64, hidden=1).makespan) == (16, 1)
 # %% [markdown]
 # ## What decides in practice?
 #
-# So why do most people choose the middle? Because of such a hidden all-reduce, and because of other limits:
+# Other limits count, too:
 #
 # - **Memory.** A whole model may not fit on one device, and a stage does. Then the answer is the *smallest* P that
 #   fits, if the network is quick and every replica holds all of its stage. FSDP (ZeRO, Rajbhandari et al. 2020) drops

@@ -2,8 +2,8 @@
 # # Fill, drain and the bubble
 #
 # You rent four GPUs by the hour, cut your model into four stages, and run GPipe. At the end of the month your boss asks
-# how much of the paid time the GPUs spent computing. On this page you find out where the rest went, what more
-# micro-batches do to it, and whether the smallest bubble is the shortest step.
+# how much of the paid time the GPUs spent computing. On this page you find out what ranks of a pipeline wait for, what
+# more micro-batches do to that, and whether the smallest bubble is the shortest step.
 #
 # It takes about 20 minutes, and you need [Your first schedule](first_schedule.md) before it. Run it with
 # `pipelab tutorial fill_and_drain`, which asks for your predictions before it shows the answers: you remember wrong

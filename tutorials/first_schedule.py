@@ -88,24 +88,27 @@ class ForwardsFirst(pipelab.Schedule):
 assert ForwardsFirst(4, 8).plan() == pipelab.GPipe(4, 8).plan()  # pipelab has it, too
 
 # %% [markdown]
-# One at a time takes 96 units. How long does this take? No order takes less than 24, the work of one rank.
+# Now take **twelve** micro-batches. One at a time takes 144 units. How long does this take? No order takes less than
+# 36, the work of one rank.
 
 # %%
 my_prediction = None  # units
 
 # %% tags=["answer"]
 gpipe = pipelab.simulate(ForwardsFirst(ranks=4, microbatches=8), cost)
-print(f"predicted {my_prediction}, simulated {gpipe.makespan:g}; bubble {gpipe.bubble:.1%}")
-assert gpipe.makespan == 33
+twelve = pipelab.simulate(ForwardsFirst(ranks=4, microbatches=12), cost)
+print(f"predicted {my_prediction}, simulated {twelve.makespan:g}")
+print(f"with 8 micro-batches: {gpipe.makespan:g}; bubble {gpipe.bubble:.1%}")
+assert (twelve.makespan, gpipe.makespan) == (45, 33)
 assert round(gpipe.bubble, 3) == 0.273
 
 # %% tags=["answer"]
 gpipe
 
 # %% [markdown] tags=["answer"]
-# Nearly three times as fast, but more than 24 units: at the start rank 3 [waits for its first input](#s=0:idle.3.0),
-# and at the end [for the others to finish](#s=0:idle.3.27). The pipe must fill, and it must drain ([Fill, drain and the
-# bubble](fill_and_drain.md)).
+# 45 units: more than three times as fast, but more than 36. With eight it is 33 instead of 96. Look at these: at the
+# start rank 3 [waits for its first input](#s=0:idle.3.0), and at the end [for the others to finish](#s=0:idle.3.27).
+# The pipe must fill, and it must drain ([Fill, drain and the bubble](fill_and_drain.md)).
 
 # %% [markdown]
 # ## The price
@@ -198,16 +201,18 @@ assert (fault.rank, fault.position, str(fault.action)) == (0, 1, "0B0")
 # %% [markdown]
 # ## Predict: is 1F1B faster?
 #
-# The third try is yours, in the exercise below. What will it be good for? GPipe takes 33 units on four ranks with eight
-# micro-batches. How long will 1F1B take?
+# The third try is yours, in the exercise below. What will it be good for? Take four ranks and sixteen micro-batches.
+# How long do GPipe and 1F1B take, and how many activations does rank 0 hold in each?
 
 # %%
-my_second_prediction = None  # units
+my_second_prediction = None  # units of GPipe and of 1F1B, and activations of each
 
 # %% tags=["answer"]
-one_f_one_b = pipelab.simulate(pipelab.OneFOneB(ranks=4, microbatches=8), cost)
-print(f"predicted {my_second_prediction}, simulated {one_f_one_b.makespan:g}")
-assert one_f_one_b.makespan == gpipe.makespan == 33
+gpipe, one_f_one_b = (pipelab.simulate(kind(4, 16), cost) for kind in (pipelab.GPipe, pipelab.OneFOneB))
+print(f"predicted {my_second_prediction}, simulated {gpipe.makespan:g} and {one_f_one_b.makespan:g} units,", end=" ")
+print(f"{gpipe.peak_activations[0]} and {one_f_one_b.peak_activations[0]} activations")
+assert one_f_one_b.makespan == gpipe.makespan == 57
+assert gpipe.peak_activations == (16, 16, 16, 16)
 assert one_f_one_b.peak_activations == (4, 3, 2, 1)
 
 # %% tags=["answer"]
@@ -215,9 +220,9 @@ pipelab.compare(gpipe, one_f_one_b, names=["GPipe", "1F1B"])
 
 # %% [markdown] tags=["answer"]
 # **The time is the same.** The timeline of 1F1B looks fuller, and many courses say that its bubble is smaller. It is
-# not: with equal stages and free transfers, both take 33 units.
+# not: with equal stages and free transfers, both take 57 units.
 #
-# **The memory is not.** GPipe holds 8 activations on every rank, and 1F1B 4, 3, 2 and 1. (GPipe's paper holds less,
+# **The memory is not.** GPipe holds 16 activations on every rank, and 1F1B 4, 3, 2 and 1. (GPipe's paper holds less,
 # because it [computes them again](memory_wall.md#what-does-gpipes-paper-do).) For long batches that is the difference
 # between fitting and not fitting, and [What 1F1B really buys](what_1f1b_buys.md) shows how memory turns into time after
 # all.

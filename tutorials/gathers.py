@@ -6,8 +6,8 @@
 # stage's weights, as FSDP does. Before a rank uses a stage it **gathers** it: it fetches the other seven eighths.
 # Afterwards it **frees** them.
 #
-# Now a rank's memory is a cache of weights. On this page you find out how often a pipeline gathers, what decides it,
-# and when a gather costs time.
+# Now a rank's memory is a cache of weights. On this page you find out how often a pipeline gathers sharded weights,
+# what decides it, and when a gather costs time.
 #
 # It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. Run it with
 # `pipelab tutorial gathers`, which asks for your predictions before it shows the answers.
@@ -107,7 +107,7 @@ assert gathers(ahead) == gathers(late) == [12, 12, 12]
 # looking ahead the same twelve gathers cost three units. And why twelve, not 27? When a rank alternates between two
 # stages, both are there.
 
-# %%
+# %% tags=["answer"]
 pipelab.simulate(ahead, cost)
 
 # %% [markdown]
@@ -122,7 +122,7 @@ assert [max(pipelab.memory_use(plan, size).peaks) for plan in (ahead, with_gathe
 
 # %% [markdown]
 # Here interleaved 1F1B needs less, even with two gathered stages. With more micro-batches it still does, because looped
-# BFS holds all of them. It gathers the same seven times, however, while interleaved 1F1B gathers again in every round.
+# BFS holds all of them. It gathers no more often then, however, while interleaved 1F1B gathers again in every round.
 #
 # ## Exercise: the fewest gathers
 #
@@ -132,9 +132,9 @@ assert [max(pipelab.memory_use(plan, size).peaks) for plan in (ahead, with_gathe
 # - **Par with room for 2: 10 gathers on each rank.**
 # - **Par with room for 3: 7 gathers on each rank.**
 #
-# The order below gathers before each use of another stage, and frees after it: 27 on rank 0, whatever room there is.
-# It is the starting point, not the solution. `pipelab.check(schedule, gather_cap=2)` says which gather does not fit,
-# and which action lacks its weights.
+# The order below gathers before each use of another stage, and frees after it, whatever room there is. It is the
+# starting point, not the solution. `pipelab.check(schedule, gather_cap=2)` says which gather does not fit, and which
+# action lacks its weights.
 
 
 # %%

@@ -1,12 +1,11 @@
 # %% [markdown]
 # # GPT-2, split and trained
 #
-# So far every model was a row of equal layers. Now you get a real one: its inputs have names, it returns a record, its
-# loss ignores padding, and its first layer and its last one are the same weight. You have to train it on several ranks,
-# with the gradients that plain training would have.
+# So far every model was a row of equal layers. Now you get a real one: its inputs have names, it returns a record, and
+# its loss ignores padding. You have to train it on several ranks, with the gradients that plain training would have.
 #
 # On this page you split Hugging Face's GPT-2 and train it, prove the gradients, and find out which of its pieces makes
-# a pipeline slow. It is not a transformer block.
+# a pipeline slow.
 #
 # It takes about 23 minutes, and you need [Your first schedule](first_schedule.md) before it, and the package
 # `transformers`. The weights are random, so nothing is downloaded. Run it with `pipelab tutorial gpt2`, which asks for
@@ -140,6 +139,7 @@ losses, gpipe, proof = train(pipelab.GPipe(2, 8), steps=4)
 print(f"predicted {my_second_prediction}; losses {[round(each, 2) for each in losses]}")
 print(proof)
 assert abs(losses[0] - math.log(WORDS)) < 0.1
+assert round(math.log(WORDS), 1) == 6.9
 assert losses[-1] < losses[0]
 assert proof.largest_difference < 1e-5
 
@@ -147,9 +147,6 @@ assert proof.largest_difference < 1e-5
 # A model that knows nothing gives each of 1000 words the same probability, so the loss is log 1000 = 6.9. And it falls.
 # The proof says *within*, not *bit for bit*: the two gradients of the embedding are added up in another order than in
 # plain training.
-
-# %%
-assert round(math.log(WORDS), 1) == 6.9
 
 # %% [markdown]
 # ## Predicted and measured

@@ -3,12 +3,11 @@
 #
 # Eight copies of a model have each seen a different part of the batch. Now all of them need the *mean* of their
 # gradients. If all send to one, that one is the bottleneck; if all send to all, the network is. On this page you follow
-# the numbers around a **ring**, where neither is, count the bytes, and make the messages smaller.
+# the numbers of an all-reduce around a **ring**, count the bytes, and make the messages smaller.
 #
-# It takes about 19 minutes, and you need PyTorch before it. What such an **all-reduce** means for the choice between
-# copies and stages is in [Data x pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop
-# will do. Run it with `pipelab tutorial gradients_around_a_ring`, which asks for your predictions before it shows the
-# answers.
+# It takes about 19 minutes, and you need PyTorch before it. What an **all-reduce** means for the choice between copies
+# and stages is in [Data x pipeline](data_and_pipeline.md). All replicas are in one process here, so any laptop will do.
+# Run it with `pipelab tutorial gradients_around_a_ring`, which asks for your predictions before it shows the answers.
 
 # %%
 import torch

@@ -5,8 +5,8 @@
 # and smaller micro-batches would only be slower. A colleague says: cut the model into *eight* stages and give each rank
 # two of them.
 #
-# On this page you find out why that helps, why you should not simply go on with sixteen and thirty-two, and what a
-# group of micro-batches has to do with it.
+# On this page you find out why several stages per rank help, how many to choose, and what a group of micro-batches
+# has to do with it.
 #
 # It takes about 24 minutes, and you need [Latency](latency.md) before it. Run it with `pipelab tutorial interleaved`,
 # which asks for your predictions before it shows the answers.
@@ -38,12 +38,13 @@ assert one.ledger[P - 1]["fill"] == P - 1 == 3
 assert two.ledger[P - 1]["fill"] == (P - 1) / 2 == 1.5
 
 # %% [markdown]
-# ## Predict: the bubble with four stages, and with eight
+# ## Predict: as good as how many micro-batches?
 #
-# With one stage per rank, each rank waits for 9 units. With two, it waits for 4.5. How long with four, and with eight?
+# With one stage per rank, each rank waits for 9 units. With two, it waits for 4.5. Now take four stages per rank. With
+# how many micro-batches of this size has 1F1B as small a bubble?
 
 # %%
-my_prediction = None  # two numbers of units
+my_prediction = None  # a number of micro-batches, where interleaved 1F1B has 8
 
 # %% tags=["answer"]
 print(f"predicted {my_prediction}")
@@ -53,10 +54,11 @@ for v in (1, 2, 4, 8):
     print(f"{v} stages per rank: each rank waits {waits:g}, makespan {trace.makespan:g}, bubble {trace.bubble:.1%}")
     assert waits == (P - 1) * (1 + 2) / v
     assert abs(trace.bubble - (P - 1) / (v * M + P - 1)) < 1e-12
+    assert abs(trace.bubble - pipelab.simulate(pipelab.OneFOneB(P, v * M), cost).bubble) < 1e-12
 
 # %% [markdown] tags=["answer"]
-# With v stages per rank, the waiting is (P - 1) × (F + B) / v, and the bubble (P - 1) / (v M + P - 1). That is as good
-# as v times as many micro-batches, without making them smaller or the batch larger.
+# 32. With v stages per rank, the waiting is (P - 1) × (F + B) / v, and the bubble (P - 1) / (v M + P - 1). That is as
+# good as v times as many micro-batches, without making them smaller or the batch larger.
 
 # %% [markdown]
 # ## Predict: the price

@@ -95,27 +95,29 @@ for count in (4, 8, 16, 800):
 # %% [markdown]
 # ## Predict: less than enough
 #
-# Now only **three** fit on each GPU. The step takes 33 units with a cap of 4 or more. How long does the quickest order
-# take with a cap of 3? And with 2, and 1?
+# Now only **three** fit on each GPU, and there are twelve micro-batches. The step takes 45 units with a cap of 4 or
+# more. How long does the quickest order take with a cap of 3? And with 2, and 1?
 
 # %%
 my_second_prediction = None  # three numbers, for caps of 3, 2 and 1
 
 # %% tags=["answer"]
 print(f"predicted {my_second_prediction}")
-print("cap  quickest order  bubble")
-for cap, expected in ((8, 33), (5, 33), (4, 33), (3, 39), (2, 51), (1, 96)):
-    bound = pipelab.lower_bound(pipelab.OneFOneB(P, M), cost, memory_cap=cap)
-    trace = pipelab.simulate(pipelab.Greedy(P, M, memory_cap=cap, cost=cost), cost)
+print("micro-batches  cap  quickest order  bubble")
+twelve, eight = ((4, 45), (3, 54), (2, 75), (1, 144)), ((8, 33), (5, 33), (4, 33), (3, 39), (2, 51), (1, 96))
+for count, cap, expected in [(12, *each) for each in twelve] + [(M, *each) for each in eight]:
+    bound = pipelab.lower_bound(pipelab.OneFOneB(P, count), cost, memory_cap=cap)
+    trace = pipelab.simulate(pipelab.Greedy(P, count, memory_cap=cap, cost=cost), cost)
     assert bound == trace.makespan == expected  # an order, and a proof that none is quicker
-    print(f"{cap:3d} {trace.makespan:15g} {trace.bubble:7.1%}")
+    print(f"{count:13d} {cap:4d} {trace.makespan:15g} {trace.bubble:7.1%}")
 
 # %% [markdown] tags=["answer"]
 # With a cap of 1, a micro-batch must have left before the next one enters: one at a time. A cap of 4 gives all that
 # memory can give, and more than that gives nothing. In between, each activation that you remove makes the rank wait for
 # a part of the round trip.
 #
-# So the wall has a price list: 8 → 4 activations is free, 4 → 3 costs 6 units, 3 → 2 costs 12.
+# So the wall has a price list. With eight micro-batches, 8 → 4 activations is free, 4 → 3 costs 6 units, 3 → 2 costs
+# 12.
 
 # %% [markdown]
 # ## Which 1F1B fits?
@@ -176,7 +178,7 @@ assert quickest == {
 # With a cap of 4, 1F1B fits and costs nothing. It is not the only order that fits: `Greedy` takes 33 units too, and
 # holds 4 on three ranks. 1F1B needs the least memory for 33 units. Take one activation from any rank that holds more
 # than one, and no order is as quick. With a cap of 3 or 2 there is a 1F1B that fits, and it takes 48 or 54 units. The
-# quickest order takes 39 or 51, and is not a 1F1B.
+# quickest order takes less, and is not a 1F1B.
 
 # %%
 greedy = pipelab.simulate(pipelab.Greedy(P, M, memory_cap=4, cost=cost), cost)

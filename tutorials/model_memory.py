@@ -5,8 +5,8 @@
 # 80 stages, a layer for each GPU. The last GPU needs 18 GB. The first one stops with `CUDA out of memory`, before its
 # first backward.
 #
-# On this page you calculate what a parameter and a layer take, for models of 7 and 70 billion parameters. Then you find
-# out which part of it a pipeline divides by its ranks, and which part it does not.
+# On this page you calculate how much memory a parameter and a layer take, for models of 7 and 70 billion parameters.
+# Then you find out what a pipeline divides by its ranks.
 #
 # It takes about 24 minutes, and you need [The memory wall](memory_wall.md) before it. Run it with
 # `pipelab tutorial model_memory`, which asks for your predictions before it shows the answers.
@@ -82,9 +82,8 @@ print(f"a layer of 7B, one sequence of 4,096 words: {kept(4096, 4096, 32) / GB:.
 # %% [markdown]
 # ## Predict: twice as long
 #
-# 7B has 32 such layers, so one sequence of 4,096 words takes 104 GB of activations: as much as all parameters with
-# their optimizer. How much do all layers keep for a sequence of 8,192 words? And how much for 4,096 words, if a
-# layer does not keep the s² numbers?
+# 7B has 32 such layers, so one sequence of 4,096 words takes 104 GB of activations. How much do all layers keep for a
+# sequence of 8,192 words? And how much, if a layer does not keep the s² numbers?
 
 # %%
 my_second_prediction = None  # two numbers of GB
@@ -97,19 +96,21 @@ for s in (1024, 2048, 4096, 8192):
     print(f"{s:5d} {found[0]:9.1f} {found[1]:11.1f} {found[2]:9.1f} {found[3]:11.1f}")
 assert round(32 * kept(4096, 4096, 32) / GB) == 104
 assert round(32 * kept(8192, 4096, 32) / GB) == 380
+assert round(32 * kept(8192, 4096, 32, matrices=False) / GB, 1) == 36.5
 assert round(32 * kept(4096, 4096, 32, matrices=False) / GB, 1) == 18.3
 assert round(80 * kept(4096, 8192, 64, matrices=False) / GB, 1) == 91.3
 
 # %% [markdown] tags=["answer"]
-# 380 GB, nearly four times as much, because most of it grows with s². Without the s² numbers it is 18.3 GB, and grows
-# with s only. FlashAttention (Dao et al. 2022) does not keep them: it computes them again, block by block, in the
-# backward. We assume it from here on. Even so, *one* sequence of 4,096 words takes 91 GB in 70B.
+# 380 GB, nearly four times as much, because most of it grows with s². Without the s² numbers it is 36.5 GB, twice the
+# 18.3 GB of 4,096 words: it grows with s only. FlashAttention (Dao et al. 2022) does not keep them: it computes them
+# again, block by block, in the backward. We assume it from here on. Even so, *one* sequence of 4,096 words takes 91 GB
+# in 70B.
 
 # %% [markdown]
 # ## Cut into stages
 #
-# Now a pipeline. On P ranks, each rank holds 1/P of the layers, and so 1/P of the 16 bytes per parameter. What about
-# the activations?
+# Now a pipeline. On P ranks, each rank holds 1/P of the layers, and so 1/P of the parameters and of all that belongs to
+# them. What about the activations?
 
 # %%
 P, M = 4, 8  # ranks and micro-batches
@@ -162,10 +163,10 @@ for ranks in (2, 4, 8, 16):
 #
 # GPipe is worse: it holds M × 1/P, and M is larger than P. Only the last rank of 1F1B gets the whole gain.
 
-# %% [markdown]
+# %% [markdown] tags=["answer"]
 # So here is 70B on GPUs of 80 GB. More ranks do not help it:
 
-# %%
+# %% tags=["answer"]
 for ranks in (16, 20, 40, 80):
     use = pipelab.memory_use(pipelab.OneFOneB(ranks, 80), memory("70B", [80 // ranks] * ranks))
     first = use.at_peak[0]
@@ -184,7 +185,7 @@ for ranks in (16, 20, 40, 80):
 # - **Computing activations again** instead of keeping them: [Recomputation](recomputation.md).
 # - **Cutting layers across**, so that t GPUs share each layer (tensor and sequence parallelism; Korthikanti et al.,
 #   section 4.2). Each holds 1/t of the activations.
-# - **ZeRO** shares the optimizer's 12 bytes per parameter among data-parallel copies, and leaves activations as they
+# - **ZeRO** shares the optimizer's bytes among data-parallel copies, and leaves activations as they
 #   are.
 # - **Another cut.** The first rank holds P activations of each of its layers, and the last rank one. So they need not
 #   hold the same number of layers.

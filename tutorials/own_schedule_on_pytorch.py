@@ -75,9 +75,17 @@ with pipelab.Pipeline(model, schedule, torch.nn.functional.mse_loss) as pipe:
 # ## In processes
 #
 # Now each rank becomes a process, as on a cluster, and PyTorch's runtime runs the plan: it sends, receives, and decides
-# when each action runs. This is the script:
+# when each action runs.
+#
+# ## Predict: from threads to processes
+#
+# How many lines of the schedule have to change? And will the gradients equal plain training's in every bit, or within
+# rounding?
 
 # %%
+my_prediction = None  # a number of lines, and "bits" or "rounding"
+
+# %% tags=["answer"]
 folder = Path(tempfile.mkdtemp())
 written = (folder / "two_f_two_b.py").write_text(
     """
@@ -116,15 +124,6 @@ def launch(script):
     command = [sys.executable, "-m", "pipelab", "launch", script, "--ranks", "2"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300).stdout
 
-
-# %% [markdown]
-# ## Predict: from threads to processes
-#
-# How many lines of the schedule had to change? And will the gradients equal plain training's in every bit, or within
-# rounding?
-
-# %%
-my_prediction = None  # a number of lines, and "bits" or "rounding"
 
 # %% tags=["answer"]
 print(f"predicted {my_prediction}")

@@ -5,8 +5,9 @@
 # keeps only its input and computes the rest again when the backward needs it. Now the model fits, and a step takes a
 # third longer. "That is what recomputation costs", she says.
 #
-# It is what recomputing *everything* costs. On this page you find out which stages need it, how many of their layers,
-# what the same memory would cost if you saved it with another order, and when a rank should compute again.
+# It is what recomputing *everything* costs. On this page you find out which stages need recomputation, in how many of
+# their layers, what the same memory would cost if you saved it with another order, and when a rank should compute
+# again.
 #
 # It takes about 27 minutes, and you need [The memory of a model](model_memory.md) before it. Run it with
 # `pipelab tutorial recomputation`, which asks for your predictions before it shows the answers.
@@ -52,11 +53,10 @@ pipelab.compare(kept, first, names=["nothing recomputed", "rank 0 recomputes"])
 # have less to do, and so they wait for it: rank 3 for instance [before micro-batch 4](#s=1:idle.3.15), where it did not
 # wait without recomputation.
 
-# %% [markdown]
 # So the first stage that recomputes is expensive, and the next ones are cheap: they recompute while they would
 # otherwise wait.
 
-# %%
+# %% tags=["answer"]
 for count in range(P + 1):
     cost = pipelab.Cost(forward=1, backward=[3 if rank < count else 2 for rank in range(P)])
     trace = pipelab.simulate(pipelab.OneFOneB(P, M), cost)

@@ -5,8 +5,8 @@
 # blocking `send` after each action that gives a value and a `recv` before each action that needs one. It hangs. There
 # is no error, both processes wait, and a night of rented GPUs is gone.
 #
-# On this page you build the machine that hangs, in 25 lines, and see why. Then you repair it by changing nothing but
-# the order of sends and receives, and see on which machines of today it would have hung.
+# On this page you build a machine on which a legal plan hangs, in 25 lines, and see why. Then you repair it by changing
+# nothing but the order of sends and receives, and see on which machines of today it would have hung.
 #
 # It takes about 22 minutes, and you need [Several stages per rank](interleaved.md) before it. Run it with
 # `pipelab tutorial the_wire`, which asks for your predictions before it shows the answers.
@@ -63,13 +63,12 @@ def run(rows, forward=1, backward=2):
 
 
 # %% [markdown]
-# ## Predict: does it hang?
+# ## Predict: where does it hang?
 #
-# Be the machine: go through the two rows above with a finger on each. Does it hang, and if so, on which two words do
-# your fingers stop?
+# Be the machine: go through the two rows above with a finger on each. On which two words do your fingers stop?
 
 # %%
-my_prediction = None  # "no", or the two words
+my_prediction = None  # the two words
 
 # %% tags=["answer"]
 print(f"predicted {my_prediction}; stuck at {run(rows)[1]}")
@@ -103,9 +102,9 @@ assert [fault.code for fault in faults] == ["transfer-deadlock"]
 # %%
 for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, pipelab.DelayedBackward):
     late = pipelab.lower(kind(4, 8), order="at-use").rows
-    time, stuck = run(late)
+    _, stuck = run(late)
     assert bool(stuck) == bool(pipelab.check(kind(4, 8), order="at-use", transport="rank"))
-    print(f"{kind.__name__:16} {'hangs at ' + stuck[0] if stuck else f'{time:g} units'}")
+    print(f"{kind.__name__:16} {'hangs at ' + stuck[0] if stuck else 'ends'}")
 
 # %% [markdown]
 # GPipe never hangs: all forwards go down before any gradient comes up. So a wire that hangs has both directions in
@@ -113,8 +112,8 @@ for kind in (pipelab.Naive, pipelab.GPipe, pipelab.OneFOneB, pipelab.Eager1F1B, 
 #
 # ## What PyTorch does
 #
-# PyTorch's pipelining puts each receive as *early* as its send can be placed. Look at rank 1: it now receives `F1`
-# before it computes `B0`, so that rank 0's send can end.
+# PyTorch's pipelining puts each receive as *early* as its send can be placed. Look at rank 1: it now receives its next
+# input before it computes a backward, so that rank 0's send can end.
 
 # %%
 early = pipelab.lower(pipelab.OneFOneB(ranks=2, microbatches=4), order="pytorch").rows

@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Which layout?
 #
-# You train GPT-3, 175 billion parameters, on 64 A100 GPUs of 80 GB: eight nodes of eight. Every copy of the model needs
-# 3,150 GB before it has seen a word. So GPUs must share: the batch, the weights, each layer, or the depth. Each way
-# moves different bytes over different links, and the slowest link decides.
+# You train GPT-3, 175 billion parameters, on 64 A100 GPUs of 80 GB: eight nodes of eight. No GPU can hold a copy of the
+# model. So GPUs must share: the batch, the weights, each layer, or the depth. Each way moves different bytes over
+# different links, and the slowest link decides.
 #
-# On this page you try one way at a time, see what it moves, and then combine them: that is a *layout*.
+# On this page you try one way of sharing a model at a time, see what it moves, and then combine them: that is a
+# *layout*.
 #
 # It takes about 25 minutes, and you need [The memory of a model](model_memory.md) before it. Run it with
 # `pipelab tutorial which_layout`, which asks for your predictions before it shows the answers.

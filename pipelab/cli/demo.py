@@ -200,7 +200,8 @@ def train_plainly(setting: Setting, advance: Callable[[], object] = lambda: None
     with _one_thread() as cores:
         training.run(setting, model, step, advance)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    whole = _whole_batch_ms(setting)
+    with training.watch:
+        whole = _whole_batch_ms(setting)
     return Plain(_typical(training.times), training.losses, weights, whole, cores, training.watch.others())
 
 

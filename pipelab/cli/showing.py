@@ -64,23 +64,23 @@ def show_demo(folder: Path, steps: int) -> None:
             f"Every schedule learns exactly what plain training learns: all losses and all {parameters:,} parameters "
             f"are the same after {steps} steps, bit for bit."
         )
-    real, four = map("\n".join, tables)
+    (real, four), whole = map("\n".join, tables), plain.whole_batch_ms
+    takes = _cell(f"{whole:.0f}", whole, min(whole, plain.step_ms), plain.others)  # its threads cannot make it slower
     parts = [
         f"[bold]Real training on this machine[/]\n{real}\n\n[dim]plain: one thread runs the same micro-batches in "
         "turn. speed-up: plain's step time divided by the schedule's; naive has one rank at work at a time: it gains "
         "nothing. pred.: predicted from plain's step time and naive's action times. peak: micro-batches whose "
         f"activations a rank holds at any time.[/]\n\n{learned}\n\n[dim]Without a pipeline, the whole batch at once "
-        f"takes {plain.whole_batch_ms:.0f} ms a step on {counted(plain.cores, 'processor thread')}, which the ranks "
+        f"takes {takes} ms a step on {counted(plain.cores, 'processor thread')}, which the ranks "
         "share. Pipelines pay off when each rank has its own device, as on the four emulated devices.[/]\n",
         f"[bold]Four emulated devices, 20 ms forward and 40 ms backward, 8 micro-batches[/]\n{four}\n\nGPipe and 1F1B "
-        "have the same bubble; 1F1B saves memory. `delayed`, the single loop often taught as 1F1B, is nearly as slow "
-        "as naive.\n",
+        "have the same predicted bubble; 1F1B saves memory. `delayed`, often taught as 1F1B, hardly beats naive.\n",
     ]
     busy = all("*" in row[1] for row in training[1:])
     for part in reversed(parts) if busy else parts:  # what can be trusted comes first
         console.print(part, highlight=False)
     share, slower = median(each.core_share for each in trained), any(each.speed_up < 1 for each in trained[1:])
-    if busy or "*" in real + four:
+    if "*" in "".join(parts):
         console.print(f"{BUSY if busy else LEGEND}\n", markup=False, highlight=False)
     if not busy and (why := why_slow(setting.ranks, share, f"pipelab run {' '.join(_TRAINED)}", slower)):
         console.print(f"Real training: {why}\n", markup=False, highlight=False)
@@ -103,10 +103,8 @@ def _training_table(setting: Setting, plain: Plain, trained: list[Trained]) -> l
         step_ms, others = plain.step_ms * predicted.makespan / made[0].makespan, max(each.others, plain.others)
         took = _cell(f"{each.step_ms:.0f}", each.step_ms, step_ms, each.others)
         speed_up = _cell(f"{each.speed_up:.2f}", each.speed_up, plain.step_ms / step_ms, others)
-        learned = (f"{each.losses[-1]:.6f}", "exactly" if each.same else "NO")
-        rows.append(
-            (each.schedule, took, f"{step_ms:.0f}", speed_up, *_held(each.others, each.trace, predicted), *learned)
-        )
+        end = (f"{each.losses[-1]:.6f}", "exactly" if each.same else "NO")
+        rows += [(each.schedule, took, f"{step_ms:.0f}", speed_up, *_held(each.others, each.trace, predicted), *end)]
     return rows
 
 

@@ -100,6 +100,7 @@ def test_the_demo_prints_its_tables_and_leaves_pictures(tmp_path, monkeypatch, c
     said = " ".join(text.split())
     assert said.count(LEGEND) + said.count(BUSY) == ("*" in said)  # once, below both tables
     assert said.count("Other programs use") == busy
+    assert (re.search(r"batch at once takes [\d.,]+\* ms", said) is not None) >= busy
     real, four = "Real training on this machine", "Four emulated devices,"
     assert (said.index(four) < said.index(real)) == (BUSY in said) >= busy  # what can be trusted comes first
     written = sorted(path.name for path in (tmp_path / "out").iterdir())

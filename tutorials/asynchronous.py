@@ -7,7 +7,7 @@
 # She is right, and PipeDream (Narayanan et al. 2019) did this before 1F1B had a flush. On this page you find out what a
 # pipeline without a flush buys, and what it costs: in memory, and in learning.
 #
-# It takes about 21 minutes, and you need [What 1F1B buys](what_1f1b_buys.md) before it. Run it with
+# It takes about 21 minutes, and you need [What 1F1B really buys](what_1f1b_buys.md) before it. Run it with
 # `pipelab tutorial asynchronous`, which asks for your predictions before it shows the answers.
 #
 # ## Without a flush

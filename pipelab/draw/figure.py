@@ -177,8 +177,8 @@ def owner(drawing: Axes | Figure) -> Figure:
     return figure
 
 
-def draw(lanes: Lanes, ax: Axes, name: str, until: float, example: str) -> None:
-    """Draw the lanes, bars, labels and axis of one trace; the axis ends at `until`, or later if others share it."""
+def draw(lanes: Lanes, ax: Axes, name: str, until: float, named: Sequence[Trace]) -> None:
+    """Draw one trace; the axis explains the labels of some, and ends at `until`, or later if others share it."""
     trace, lowest, shown = lanes.trace, lanes.trace.ranks - 0.5, ax.get_xlim()[1]
     until = until or 1
     if beside := [each for each in ax.get_shared_x_axes().get_siblings(ax) if each is not ax and each.has_data()]:
@@ -200,7 +200,7 @@ def draw(lanes: Lanes, ax: Axes, name: str, until: float, example: str) -> None:
         _idle(lanes, ax)
         _bars(lanes, ax)
         _marks(lanes, ax)
-        _axis(trace, ax, name, "" if lanes.label else f"; {example}")
+        _axis(trace, ax, name, "" if lanes.label else f"; {wording.example(named)[0]}")
 
 
 def coarse(trace: Trace) -> bool:
@@ -339,7 +339,8 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str) -> None:
             title += "\n" + textwrap.fill(wording.told(trace), int(points(ax) / 5.6))
         ax.set_title(title, loc="left", fontsize=size, linespacing=1.4, parse_math=False, pad=4)
     if ax.xaxis.get_tick_params().get("labelbottom", True):
-        ax.set_xlabel(f"time ({wording.unit(trace)}){note}", loc="left", parse_math=False, fontsize=size)
+        note = _cut(f"time ({wording.unit(trace)}){note}", points(ax) / size)
+        ax.set_xlabel(note, loc="left", parse_math=False, fontsize=size)
     if _lane(ax) > 8:
         names = [f"rank {rank}" for rank in range(trace.ranks)]
         ax.set_yticks(range(trace.ranks), names, fontsize=size if _lane(ax) > 14 else 7)
@@ -363,7 +364,7 @@ def _entries(traces: Sequence[Trace], own: Colours, small: bool) -> list[Artist]
     from matplotlib.patches import Patch
 
     words = [(own.get(kind, colours.PALETTE[kind][0]), text) for kind, text in wording.legend(traces).items()]
-    words += [(colours.PALETTE["F"][1], wording.PALER)] * wording.example(traces)[0].isdigit()
+    words += [(colours.PALETTE["F"][1], paler)] if (paler := wording.example(traces)[1]) else []
     patches: list[Artist] = [Patch(facecolor=colour, label=text) for colour, text in words]
     said = wording.idle([trace for trace in traces if not coarse(trace)])
     for label, ground, hatch in (
@@ -436,7 +437,7 @@ def plot(
     if ax is None:
         ax = _figure([trace], same_axis=False, width=_inches(width), own=own)[1][0]
     name = ", ".join(filter(None, [wording.headline(trace), wording.costs(trace)]))
-    draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan, wording.example([trace]))
+    draw(Lanes(trace, own, label), ax, "" if width is not None else name, trace.makespan, [trace])
     owner(ax).set_label(f"{name}\n{wording.told(trace)}")
     legend([trace], ax, own, given)
     return ax
@@ -466,8 +467,8 @@ def plot_comparison(
     figure, axes = _figure(comparison.traces, comparison.shares_axis, _inches(width), own)
     longest = max(trace.makespan for trace in comparison.traces)
     for trace, name, ax in zip(comparison.traces, comparison.names, axes, strict=True):
-        until = longest if comparison.shares_axis else trace.makespan
-        draw(Lanes(trace, own, label), ax, wording.called(name), until, wording.example(comparison.traces))
+        until, named = (longest, comparison.traces) if comparison.shares_axis else (trace.makespan, [trace])
+        draw(Lanes(trace, own, label), ax, wording.called(name), until, named)
     figure.set_label(f"Comparison of {', '.join(map(wording.called, comparison.names))}")
     legend(comparison.traces, axes[-1], own)
     return figure

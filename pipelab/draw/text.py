@@ -412,7 +412,7 @@ def _painted(text: str, bar: Bar) -> str:
 
 def _legend(lines: Sequence[str], traces: Sequence[Trace], width: int) -> list[str]:
     """Explain the letters, what idle time is drawn, and the mark of short actions, if there is one."""
-    letters = wording.legend(traces) | {"F": wording.example(traces)}
+    letters = wording.legend(traces) | {"F": wording.example(traces)[0]}
     idle = [words for what, words in wording.idle(traces).items() if what != "arrow"]
     short = [f"{_SHORT} actions too short to be drawn"] if any(_SHORT in line for line in lines) else []
     return wrap("; ".join([*letters.values(), *[f"· {', '.join(idle)}"] * bool(idle), *short]), width)

@@ -138,7 +138,6 @@ def caption(trace: Trace) -> str:
     return f"{'. '.join(told)}."
 
 
-PALER = "paler: 2nd stage"
 _WORDS: dict[Kind, str] = {"I": "backward: input", "W": "backward: weight", "UNSHARD": "gather of the stage in it"}
 
 
@@ -206,18 +205,16 @@ def legend(traces: Sequence[Trace]) -> dict[Kind, str]:
     return {kind: f"{kind} {_WORDS.get(kind, TRAITS[kind].word)}" for kind in EVERY_KIND if kind in there}
 
 
-def example(traces: Sequence[Trace]) -> str:
-    """Return what a forward's box means, with its numbers; with its stage if a trace's boxes name stages."""
-    return max(map(_example, traces), key=len)
-
-
-def _example(trace: Trace) -> str:
-    plan, stage_of = trace.plan, trace.plan.bound.codes.stage
-    m, s = min(3, plan.microbatches - 1), min(2, plan.stages - 1)
-    what = f"slice {m}, {share}" if (share := _share(trace)) else f"micro-batch {m}"
-    if any(len({stage_of[code] for code in row}) > 1 for row in plan.bound.computing):
-        return f"{s}F{m} = stage {s}, forward, {what}"
-    return f"F{m} = forward of {what}"
+def example(traces: Sequence[Trace]) -> tuple[str, str]:
+    """Return what a forward's box means, in each way that traces need; if boxes name stages, also which are paler."""
+    plans, most, words = [trace.plan for trace in traces], 1, dict[str, None]()
+    m, s = min(3, *(plan.microbatches - 1 for plan in plans)), min(2, *(plan.stages - 1 for plan in plans))
+    for trace, plan in zip(traces, plans, strict=True):
+        count = max(len(set(map(plan.bound.codes.stage.__getitem__, row))) for row in plan.bound.computing)
+        what = f"slice {m}, {share}" if (share := _share(trace)) else f"micro-batch {m}"
+        words[f"{s}F{m} = stage {s}, forward, {what}" if count > 1 else f"F{m} = forward of {what}"] = None
+        most = max(most, count)
+    return " or ".join(words), f"paler: {'every ' * (most > 2)}2nd stage" * (most > 1)
 
 
 def idle(traces: Sequence[Trace]) -> dict[str, str]:

@@ -65,7 +65,19 @@ def test_of_slices_a_caption_and_the_example_say_how_much_of_a_sequence_they_are
     sliced = pipelab.simulate(pipelab.Seq1F1B(4, 8))
     held = "Rank 0 holds up to 5 activations of slices, each 1/2 of a sequence (by rank: 5 4 3 2)."
     assert wording.caption(sliced).endswith(held)
-    assert wording.example([sliced]) == "F3 = forward of slice 3, 1/2 of a sequence"
+    assert wording.example([sliced]) == ("F3 = forward of slice 3, 1/2 of a sequence", "")
+
+
+def test_a_comparison_says_each_meaning_of_a_box_once():
+    def example(*plans):
+        return wording.example([pipelab.simulate(plan) for plan in plans])
+
+    micro, half = "F1 = forward of micro-batch 1", "F1 = forward of slice 1, 1/2 of a sequence"
+    assert example(OneFOneB(4, 8), pipelab.Seq1F1B(4, 2)) == (f"{micro} or {half}", "")
+    assert example(OneFOneB(4, 2), GPipe(4, 8)) == (micro, "")
+    words, paler = example(pipelab.Seq1F1B(2, 4), pipelab.Hanayo(2, 4), pipelab.SlimPipe(4, 8))
+    assert re.findall(r"\d/\d", words) == ["1/2", "1/4"]
+    assert (paler, example(pipelab.Hanayo(2, 4, 4))[1]) == ("paler: 2nd stage", "paler: every 2nd stage")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +95,7 @@ def test_a_bracket_holds_the_slices_of_one_sequence_and_no_others(plan, found, s
     trace = pipelab.simulate(plan)
     assert wording.brackets(trace) == found
     assert wording.marks([trace]) == [f"┌┐ {max(found)} slices: a sequence" for _ in found[:1]]
-    said = re.findall(r"(?:, |each )(\S+) of a sequence", wording.example([trace]) + wording.caption(trace))
+    said = re.findall(r"(?:, |each )(\S+) of a sequence", wording.example([trace])[0] + wording.caption(trace))
     assert said == [share, share] * bool(share)
 
 

@@ -88,7 +88,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
     moved = {kind: each for kind, each in TRAITS.items() if kind in moves and each.channel and each.cost}
     found = {idle.reason for trace in comparison.traces for idle in trace.idle}
     waits_for = [reason for reason in REASONS if reason in found]
-    said, example = wording.idle(comparison.traces), wording.example(comparison.traces)
+    said, legend = wording.idle(comparison.traces), wording.legend(comparison.traces)
     if arrow := said.pop("arrow", ""):
         said["wait"] += f"; {arrow}"
     data = {
@@ -99,7 +99,7 @@ def content(shown: Trace | Comparison, cap: int | None = None) -> dict[str, Any]
         "gaps": {reason: _gap(reason) for reason in waits_for},
         "kinds": {kind: Action(kind).word for kind in KINDS if kind in there}
         | {kind: each.word * (each.word != kind.lower()) for kind, each in moved.items()},
-        "legend": wording.legend(comparison.traces) | {"F": example + f"; {wording.PALER}" * example[0].isdigit()},
+        "legend": legend | {"F": "; ".join(filter(None, wording.example(comparison.traces)))},
         "idle": said,
         "marks": wording.marks(comparison.traces),
         "letters": "".join(kind for kind in KINDS if kind in there),

@@ -6,7 +6,7 @@ import json as notation
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +51,9 @@ def grade_command(
     ] = 8,
     costs: Costs = None,
     variant: Annotated[str, typer.Option(help="homework 4's variant of this name, as in lab hw4")] = "",
+    variants: Annotated[
+        bool, typer.Option("--variants", help="homework 4: each file or folder has the variant of its own name")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="write everything about the grade, or the grades, as JSON")] = None,
     marks: Annotated[Path | None, _teachers(help="a TOML file with other points, as printed without a target")] = None,
     seed: Annotated[int, _teachers(help="of the data and the hidden sizes; keep yours to yourself")] = 0,
@@ -97,6 +100,12 @@ def grade_command(
             return
         found, skipped = submissions(where, out.alone, HOMEWORKS[homework].file)
         several = not (out.alone or where.is_file() or (where / HOMEWORKS[homework].file).exists())
+        if several and variant:
+            raise UsageError(
+                f"--variant {variant} is one name for {len(found)} submissions\n  try: --variants, for their own"
+            )
+        if variants:
+            found = [replace(each, variant=Path(each.name).name.removesuffix(".py")) for each in found]
         if several and not sandbox():
             echo(_OPEN, error=True)
         for each, why in skipped.items():

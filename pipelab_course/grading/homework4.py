@@ -98,7 +98,7 @@ def _alike(found: Sequence[float], wanted: Sequence[float]) -> bool:
 def _copied(kind: str, found: Sequence[float], own: str) -> str:
     """Return a hint that names the rule that a submission follows instead of its variant's, if it follows one."""
     rules = getattr(HOMEWORKS["hw4"], kind) if own and found else ()
-    others = (rule for rule in rules if _alike(found, ruled(kind, rule, len(found))))
+    others = (rule for rule in rules if rule != own and _alike(found, ruled(kind, rule, len(found))))
     other = next((f"another variant ({rule})" if rule else "the course's homework" for rule in others), "")
     return f"It follows {other}. This variant: {own}." if other else ""
 

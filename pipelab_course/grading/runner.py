@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from threading import Timer
@@ -51,6 +51,7 @@ class Submission:
     folder: Path
     main: str
     copied: str = "all"  # what of the folder it may use: all, its modules or nothing
+    variant: str = ""  # homework 4's, where each submission has its own
 
     def files(self) -> dict[str, str]:
         """Return what its files hold, in base64, by their paths in the folder. Links are left out."""
@@ -171,7 +172,8 @@ class GraderError(PipelabError):
 
 def _grade(server: _Server, submission: Submission, assignment: Assignment, limits: Limits) -> Grade:
     try:
-        request = {"main": submission.main, "files": submission.files(), "assignment": asdict(assignment)}
+        own = asdict(replace(assignment, variant=submission.variant or assignment.variant))
+        request = {"main": submission.main, "files": submission.files(), "assignment": own}
         answer = server.ask(request | asdict(limits), limits.seconds + _GRACE_SECONDS)
     except (OSError, RecursionError) as error:
         answer = {"reason": f"it cannot be read: {getattr(error, 'strerror', None) or error}"}

@@ -286,7 +286,7 @@ def start_homework(name: str, folder: Path, own: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / HOMEWORKS[name].file, variant(own)
     text = HOMEWORKS[name].template.read_text(encoding="utf-8")
-    for old, new in HOMEWORKS[name].variant.items() if own else ():
+    for old, new in HOMEWORKS[name].variant.items() if mine.order else ():
         weights = [round(each, 4) for each in ruled("weights", mine.weights, mine.microbatches)]
         text = text.replace(old, new.format(name=quote(own), mine=mine, weights=weights))
     try:

@@ -92,3 +92,15 @@ def test_a_variant_is_graded_as_it_was_given(pipelab_command) -> None:
     _, output, _ = pipelab_command("lab", "hw4", "--variant", name)
     assert f"F{last} F{last - 1} B{last}" in output
     assert HOMEWORKS["hw4"].weights[WEIGHTS[2]] in output
+
+
+def test_a_folder_is_graded_by_the_variants_of_its_names(pipelab_command, folder) -> None:
+    names = [NAMES[rules] for rules in FEW[:2]]
+    for name, rules in zip(names, FEW, strict=False):
+        start = start_homework("hw4", folder / name, name).read_text(encoding="utf-8")
+        (folder / "all" / name).mkdir(parents=True)
+        (folder / "all" / name / "mine.py").write_text(solution_of_variant(start, *rules), encoding="utf-8")
+    code, output, error = pipelab_command("grade", "hw4", "all", "--variants", "--seconds", "60")
+    assert (code, output.count("100 of 100")) == (0, 2), output + error
+    code, _, error = pipelab_command("grade", "hw4", "all", "--variant", names[0])
+    assert (code, "--variants" in error) == (2, True)

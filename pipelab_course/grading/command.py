@@ -100,12 +100,7 @@ def grade_command(
             return
         found, skipped = submissions(where, out.alone, HOMEWORKS[homework].file)
         several = not (out.alone or where.is_file() or (where / HOMEWORKS[homework].file).exists())
-        if several and variant:
-            raise UsageError(
-                f"--variant {variant} is one name for {len(found)} submissions\n  try: --variants, for their own"
-            )
-        if variants:
-            found = [replace(each, variant=Path(each.name).name.removesuffix(".py")) for each in found]
+        found = _variants(found, variant, variants)
         if several and not sandbox():
             echo(_OPEN, error=True)
         for each, why in skipped.items():
@@ -226,6 +221,13 @@ def _named(targets: Sequence[str], schedule: bool = False) -> tuple[str, str | N
             f"{min(found, default='hw3')} {path}, with its name; for a schedule, {path}:MySchedule"
         )
     return found.pop() if len(found) == 1 else "hw4", target
+
+
+def _variants(found: Sequence[Submission], one: str, own: bool) -> list[Submission]:
+    """Return the submissions with the variants of their own names, if asked; one name for several is refused."""
+    if one and len(found) > 1:
+        raise UsageError(f"--variant {one} is one name for {len(found)} files\n  try: --variants, for their own")
+    return [replace(each, variant=own * Path(each.name).name.removesuffix(".py")) for each in found]
 
 
 def _defined(path: Path) -> list[str]:

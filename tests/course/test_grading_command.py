@@ -19,6 +19,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from commands import ran
 from homework import LAST, MOVE, ROOT, SOLUTION, changed, first, solution_of
 
 import pipelab
@@ -248,6 +249,14 @@ def test_points_are_whole_numbers_whatever_the_pars():
         tasks = Assignment("", pars).tasks()
         assert sum(task.points for task in tasks) == 100
         assert all(isinstance(task.points, int) for task in tasks)
+
+
+def test_the_lines_that_make_schedule_variants_grade_a_right_file_with_all_points(succeeds, folder, capsys):
+    ran(ROOT / "docs" / "teach" / "copying.md")
+    (folder / "ada.py").write_text(RIGHT)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("pipelab grade ada.py ")
+    assert "100 of 100" in succeeds(*line.split()[1:])
 
 
 def test_a_schedule_earns_less_in_proportion_above_its_par(pipelab_command, folder):

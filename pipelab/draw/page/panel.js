@@ -331,8 +331,9 @@ function legend() {
     const made = tag("span", text),
       ground = name === "idle" ? name : "wait",
       angle = name === "transfer" ? 180 : 135;
-    const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`;
-    made.style.cssText = `--swatch:${overview || name === "wait" ? `var(--${ground})` : hatch};--swatch-edge:var(--${ground}-edge)`;
+    const hatch = `repeating-linear-gradient(${angle}deg,var(--${ground}) 0 3px,var(--${ground}-lines) 3px 4px)`,
+      paint = overview || name === "wait" ? `var(--${ground})` : hatch;
+    made.style.cssText = `--swatch:${paint};--swatch-edge:var(--${ground}-edge)`;
     made.dataset.paint = name;
     return made;
   });

@@ -25,6 +25,9 @@ from pipelab.plan.order import units
 from pipelab.plan.plan import Plan
 from pipelab.plan.transfers import Lookahead, Step, lookaheads, residence
 
+DOCSTRINGS: dict[str, str] = {}
+"""What each schedule's class says of itself, by its name."""
+
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
@@ -95,6 +98,10 @@ class Schedule(ABC):
 
     The letters are as in `closed_forms`. A schedule without needs accepts any size.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Note the docstring: of classes of one name, the one written last."""
+        DOCSTRINGS[cls.__name__] = cls.__doc__ or ""
 
     stages_per_rank: int = 1
     """How many stages each rank holds by default."""

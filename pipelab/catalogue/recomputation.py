@@ -74,7 +74,7 @@ def with_recompute(
     if not most:
         return plan
     trace = simulate(plan, cost)
-    return plan.with_rows([list(_ahead(trace, rank, most)) for rank in range(plan.ranks)])
+    return plan.with_rows([list(_ahead(trace, rank, most)) for rank in range(plan.ranks)], plan.name)
 
 
 def _again(row: Sequence[Item], stages: Collection[int]) -> Iterator[Item]:

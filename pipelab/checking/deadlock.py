@@ -159,7 +159,7 @@ def _tried(plan: Plan, found: Repair) -> Plan | None:
     for rank, row in enumerate(found.rows):
         moves = plan.bound.with_moves(rank)
         rows.append([action(each) for code in row for each in moves[code]])
-    return plan.with_rows(rows)
+    return plan.with_rows(rows, plan.name)
 
 
 def _wait(

@@ -222,4 +222,4 @@ def _rewritten(plan: Plan, change: Callable[[tuple[int, int], Action], Action]) 
         return change(at, item) if isinstance(item, Action) else item
 
     rows = [[other((rank, at), item) for at, item in enumerate(row)] for rank, row in enumerate(plan.written)]
-    return plan.with_rows(rows)
+    return plan.with_rows(rows, plan.name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelab.errors import clean, counted
 from pipelab.plan.actions import EVERY_KIND, TRAITS
-from pipelab.schedule import Schedule
+from pipelab.schedule import DOCSTRINGS
 from pipelab.trace.ledger import WAITS
 from pipelab.trace.replay import order_of
 from pipelab.trace.waits import values_between
@@ -142,13 +142,11 @@ _WORDS: dict[Kind, str] = {"I": "backward: input", "W": "backward: weight", "UNS
 
 
 def idea(trace: Trace) -> str:
-    """Return the first sentence of a schedule's docstring: of the last class written that the plan's name names."""
-    kinds: list[type] = [Schedule]
-    for at, kind in enumerate(kinds):  # grows as it is read
-        kinds[at + 1 : at + 1] = kind.__subclasses__()
-    kinds = [kind for kind in kinds if re.search(rf"\b{kind.__name__}\(ranks", trace.plan.name)]
-    text = (kinds[-1].__doc__ or "") if kinds else ""
-    return clean(" ".join(re.split(r"(?<=[.!?])\s|\n\s*\n", text.strip())[0].replace("`", "").split()))
+    """Return the first sentence of the docstring of the schedule that a plan's name names; none of another order."""
+    found = re.match(r"(?:replicate\()*(\w+)\(ranks(?!.*, (?:forwards|other rows))", trace.plan.name)
+    text = DOCSTRINGS.get(found[1], "").replace("`", "").strip() if found else ""
+    text = re.split(r"(?<=[.!?])(?<!\.\w\.)(?<!\bvs\.)\s+(?=[A-Z\d])|\n\s*\n", text)[0]
+    return clean(re.sub(r"(?<=[^.!?])[:,;]*$", ".", " ".join(text.split()), count=1))
 
 
 def told(trace: Trace) -> str:

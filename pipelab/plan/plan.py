@@ -222,14 +222,14 @@ class Plan:
         return bound
 
     def with_rows(self, rows: Iterable[Iterable[object]], name: str | None = None) -> Plan:
-        """Return the same stages and micro-batches, in the same places, with other rows.
+        """Return the same stages and micro-batches, in the same places, with other rows, which the name says.
 
         Example:
             >>> Plan.parse("0F0 0F1 0B0 0B1").with_rows([[Action.parse("0F0")]])
             Plan(ranks=1, stages=1, microbatches=2)
         """
         sizes = self.stages, self.microbatches, self.place
-        return Plan(rows, *sizes, name or self.name, self.after, self.forwards_only)
+        return Plan(rows, *sizes, name or f"{self.name}, other rows", self.after, self.forwards_only)
 
     def forwards(self) -> Plan:
         """Return the plan of an evaluation: its forwards alone, in their order, with the gathers that they need.
@@ -253,7 +253,7 @@ class Plan:
         if beside == self.bound.beside:
             return self
         if not beside:
-            return self.with_rows(self.written)
+            return self.with_rows(self.written, self.name)
         plan = copy(self)
         vars(plan)["bound"] = self.bound.with_reduces_beside()
         return plan

@@ -137,6 +137,12 @@ def test_an_idea_is_the_first_sentence_of_the_schedule_that_was_written_last_und
     assert idea(pipelab.Plan.parse("0F0 0B0")) == ""
     theirs = type("Mine", (pipelab.Schedule,), {"actions": lambda self, rank: OneFOneB(2, 2).actions(rank)})
     assert idea(theirs(2, 2)) == ""
+    again = type("Mine", (OneFOneB,), {"__doc__": "Like GPipe, e.g. and 1F1B vs. GPipe: as\nin a notebook"})
+    assert idea(again(2, 2)) == "Like GPipe, e.g. and 1F1B vs. GPipe: as in a notebook."
+    type("Mine", (pipelab.Schedule,), {"__doc__": "My `schedule`:\n\n    rank 0 | F0"})
+    assert idea(again(2, 2)) == "My schedule."
+    for other in (OneFOneB(2, 2).plan().forwards(), GPipe(2, 2).plan().with_rows(OneFOneB(2, 2).plan().rows)):
+        assert idea(other) == ""
 
 
 @pytest.mark.parametrize(

@@ -117,19 +117,17 @@ def test_a_rank_limits_a_step_if_only_its_time_makes_the_step_longer(plan, cost,
     assert says in wording.caption(pipelab.simulate(plan, cost) if cost else pipelab.simulate(plan))
 
 
-class Mine(pipelab.OneFOneB):
-    """Says `what` it is. And
-    more.
-    """
-
-
-class Silent(pipelab.OneFOneB):
-    pass
-
-
 def test_an_idea_is_the_first_sentence_of_the_schedule_that_was_written_last_under_a_name():
     def idea(plan):
         return wording.idea(pipelab.simulate(plan))
+
+    class Mine(pipelab.OneFOneB):
+        """Says `what` it is. And
+        more.
+        """
+
+    class Silent(pipelab.OneFOneB):
+        pass
 
     fill = "Fill the pipe, then one backward for every new forward."
     assert idea(OneFOneB(2, 2)) == idea(pipelab.replicate(OneFOneB(2, 2), 2)) == fill

@@ -77,6 +77,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = markdown.replace("<!-- closed forms -->", closed_forms())
     markdown = re.sub(r"<!-- (questions|key) (\w+) -->", lambda place: questions(place[2], place[1] == "key"), markdown)
     markdown = re.sub(r"<!-- (minutes|before) (\w+) -->", lambda place: needed(place[2])[place[1]], markdown)
+    markdown = re.sub(
+        r"```python\n([^`]+)```\n<!-- edit -->", lambda shown: f"{shown[0]}\n\n{editable(shown[1])}", markdown
+    )
     markdown = markdown.replace("<!-- challenges -->", PYODIDE["challenges"]("../playground/"))
     return markdown.replace("<!-- playground -->", PYODIDE["body"]("", still))
 
@@ -118,6 +121,14 @@ def questions(lab: str, answered: bool) -> str:
             text = re.sub(r"{(\w+)}", r"`\1`", html.escape(" ".join(key[name]["answer"]), quote=False))
             lines += ["", f"    {text}", "", f"    *Rubric:* {key[name]['rubric']}.", ""]
     return "\n".join(lines)
+
+
+def editable(code: str) -> str:
+    """Return the link *edit this* of a schedule that a slide shows without its imports."""
+    *_, link = EDITING["links"](["import pipelab\nfrom pipelab import B, F", code], "../../playground/")
+    if not link:
+        raise PluginError("the playground draws nothing of this:\n" + code)
+    return str(link)
 
 
 def closed_forms() -> str:

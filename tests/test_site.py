@@ -65,6 +65,15 @@ def test_answers_of_a_tutorial_are_folded_and_its_notebook_waits() -> None:
     assert not any(cell.outputs for cell in book.cells[1:])
 
 
+def test_the_schedules_of_the_slides_can_be_edited_in_the_playground() -> None:
+    pytest.importorskip("mkdocs", reason="needs the tools of documentation: make site")
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    slides = hooks["on_page_markdown"]((ROOT / "docs" / "teach" / "slides.md").read_text(encoding="utf-8"))
+    assert len(re.findall(r'"../../playground/#code=[\w-]+"', slides)) == 2
+    with pytest.raises(hooks["PluginError"], match="nothing of this"):
+        hooks["editable"]("print(1)\n")
+
+
 def test_teachs_table_says_what_each_tutorial_says_itself() -> None:
     pytest.importorskip("mkdocs", reason="needs the tools of documentation: make site")
     hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))

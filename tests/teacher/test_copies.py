@@ -171,9 +171,12 @@ def test_the_code_of_the_key_runs_and_its_numbers_hold() -> None:
 
 def test_the_key_shows_what_the_commands_of_the_lesson_print(pipelab_command, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
-    lesson = (ROOT / "docs" / "teach" / "lesson.md").read_text(encoding="utf-8")
+    lesson, slides = (
+        (ROOT / "docs" / "teach" / f"{name}.md").read_text(encoding="utf-8") for name in ("lesson", "slides")
+    )
     for name, code in re.findall(r'title="(\w+\.py)" \}\n(.*?)```', lesson, flags=re.DOTALL):
         Path(name).write_text(code, encoding="utf-8")
+        assert code[code.index("class ") :] in slides
     key = files.teacher("site/key.md").read_text(encoding="utf-8")
     shown = re.findall(r"```console\n\$ pipelab (.*)\n((?:.*\n)+?)```", key)
     for command, printed in shown:

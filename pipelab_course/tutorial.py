@@ -76,8 +76,7 @@ def notebook(name: str, code: str) -> str:
     for is_answer, run_of in groupby(cells(code), key=attrgetter("is_answer")):
         shown = list(run_of)
         if is_answer:
-            call = f'show_answer("{name}", {number}, {asked})'
-            shown = [Cell(f"from pipelab_course.tutorial import show_answer\n\n{call}")]
+            shown = [Cell(f'from pipelab_course.tutorial import show_answer\nshow_answer("{name}", {number}, {asked})')]
             number += 1
         for cell in shown:
             asked = next((found[1] for found in _ASKS.finditer(cell.source)), asked)
@@ -120,7 +119,8 @@ def _read(name: str) -> list[Cell]:
 
 
 def _plain(text: str) -> str:
-    """Return text whose links are words: a part of a picture is only on the site, another tutorial a command away."""
+    """Return text whose links are words (parts of pictures are on the site only), and without how to run it."""
+    text = re.sub(r"\s+Run it with\s+`pipelab tutorial[^.]*\.", "", text)
     text = re.sub(r"\[([^]]+)\]\((\w+)\.md[^)]*\)", r"\1 (`pipelab tutorial \2`)", text)
     return re.sub(r"\[([^]]+)\]\((?!http)[^)]*\)", r"\1", text)
 

@@ -49,8 +49,7 @@ def challenge(
 
 
 def _list() -> None:
-    best = _best()
-    rows = [("level", "", "best", "good", "par", "what it is about")]
+    best, rows = _best(), [("level", "", "best", "good", "par", "what it is about")]
     for number, each in enumerate(levels().values(), 1):
         own = best.get(each.name, inf)
         reached = _MARKS["par" if own <= each.par else "good" if own <= each.good else "legal" if own < inf else ""]
@@ -70,7 +69,8 @@ def _show(level: Level, hints: int) -> None:
         echo(f"  your best so far: {_shown(own)}")
     for number, hint in enumerate(level.hints[:hints], 1):
         echo(folded(f"  hint {number}: {hint}"))
-    say(f"pipelab challenge {level.name} my_file.py:MySchedule: your attempt; --hint 1: a hint")
+    more = f"; --hint {hints + 1}: {'another' if hints else 'a'} hint" if hints < len(level.hints) else ""
+    say(f"pipelab challenge {level.name} my_file.py:MySchedule: your attempt{more}")
 
 
 def _shown(own: float) -> str:

@@ -102,7 +102,12 @@ def test_a_broken_file_or_result_is_no_hindrance_and_takes_no_other_along(succee
 
 
 def test_hints_come_one_by_one(succeeds):
-    assert succeeds("challenge", "fill", "--hint", "2").count("\n  hint ") == 2
+    offered = {"0": "--hint 1", "2": "--hint 3", "3": ""}
+    for count, more in offered.items():
+        shown = succeeds("challenge", "fill", "--hint", count)
+        assert shown.count("\n  hint ") == int(count)
+        assert shown.count("--hint") == bool(more)
+        assert more in shown
 
 
 def test_without_the_teachers_folder_there_is_no_sheet(pipelab_command, monkeypatch, tmp_path):

@@ -60,6 +60,8 @@ def test_an_answer_comes_after_its_prediction_and_a_trace_as_text(terminal):
     before, asked, after = shown.partition("Your prediction, units (only Enter: no guess)")
     assert asked
     assert "45" not in before
+    assert "before it" in before
+    assert "Run it with" not in before
     assert "predicted 40, simulated 45" in after
     assert "rank 1 │··F0F1B0─" in after
     assert "predicted nothing" in after  # only Enter
@@ -105,6 +107,7 @@ def test_a_notebook_holds_no_answer_and_asks_before_each(name):
     answers = {cell.source for cell in cells(code) if cell.is_answer}
     assert [cell["source"] for cell in made if cell["source"] in answers] == []
     assert not any(cell.get("outputs") for cell in made)
+    assert "Run it with" not in text
     calls = re.findall(rf'^show_answer\("{name}", (\d+), (my_\w+)\)$', text, re.MULTILINE)
     assert [int(number) for number, _ in calls] == list(range(len(calls)))
     for number, asked in calls:

@@ -314,6 +314,7 @@ def _unordered_fault(
     needer, needed, name = codes.action(early), codes.action(giver), codes.value_words(value)
     own = "its own " if (needer.microbatch, needer.stage) == (needed.microbatch, needed.stage) else ""
     slices = needer.microbatch != needed.microbatch and value in codes.more_needs.get(early, ())
+    slices = slices and not needer.traits.updates
     message = (
         f"{needer} on rank {rank}, position {at} comes before {own}{needed.word} {needed} "
         f"at position {later}, which gives it {name}{': they are slices of one sequence' * slices}"

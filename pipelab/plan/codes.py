@@ -34,7 +34,8 @@ def _needed(text: str) -> tuple[str, int]:
     return f"{name}(m,s)", _NEIGHBOURS[stage]
 
 
-_WORDS = {"out": "output", "gin": "gradient", "gw": "weight gradient", "again": "recomputed activation"}
+_WORDS = {"out": "output", "gin": "gradient", "again": "recomputed activation"}
+_WORDS |= {"gw": "weight gradient", "weights": "new weights"}
 _NEEDS = {kind: [_needed(text) for text in TRAITS[kind].needs] for kind in KINDS}
 
 

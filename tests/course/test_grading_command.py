@@ -225,6 +225,12 @@ def test_each_hand_in_of_a_folder_is_graded_or_skipped_with_the_reason(pipelab_c
         assert f"skipped: {name} ({skipped[name].removeprefix('skipped: ')})" in out
 
 
+def test_a_folder_that_is_a_submission_is_graded_as_one(succeeds, folder):
+    (folder / "helper.py").write_text("import torch\n")
+    (folder / "pipeline_homework.py").write_text(first("import helper"))
+    assert succeeds("grade", ".").startswith(f"{folder.name}: 100 of 100")
+
+
 def test_two_schedules_without_a_name_cannot_be_graded(pipelab_command, folder):
     (folder / "my.py").write_text(ONE_MORE + RIGHT)
     code, out, err = pipelab_command("grade", "my.py", *PARS, "--gradescope", "out")

@@ -413,6 +413,12 @@ def test_a_slow_step_in_which_something_moves_does_not_time_out():
     assert trace.makespan > 1000 * 1.0  # 5 x 0.3 s: with nothing moving for so long, it would have stopped
 
 
+def test_no_timeout_waits_for_ever():
+    with lit(GPipe(3, 2), timeout=None) as (pipe, fuse, _):
+        fuse.forward_does = at_call(0, lambda x: time.sleep(0.3) or x)
+        assert pipe.step(*plain.batch(8)).trace.makespan > 1000 * 0.3
+
+
 # --- interruptions
 
 

@@ -105,6 +105,14 @@ def test_importing_pipelab_sets_no_hook_of_the_interpreter():
 
 
 @pytest.mark.dist
+def test_launch_says_that_a_rank_ended_without_an_error(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, time\nif os.environ['RANK'] != '1':\n    time.sleep(60)\nos._exit(7)\n"
+    )
+    assert "\npipelab: rank 1 ended first, with exit code 7" in processes.launched(2, tmp_path / "train.py").stderr
+
+
+@pytest.mark.dist
 def test_launch_repeats_at_the_end_what_failed(tmp_path):
     script, end = tmp_path / "train.py", "raise ValueError('odd')"
     script.write_text(f"import os, time\nimport pipelab\nif os.environ['RANK'] != '1':\n    time.sleep(60)\n{end}\n")

@@ -135,7 +135,7 @@ class V1F1B(VShaped):
 
 
 class VHalf(Controlled):
-    """Split backwards on two stages in a V: about half of 1F1B's activations on every rank.
+    """Split backwards on two stages in a V: towards half of 1F1B's activations on many ranks.
 
         rank 0 | 0F0         3F0 0F1 3I0 3W0 3F1 0F2     0I0 3I1 0W0 3F2 3W1     0I1 3I2 0W1 3W2     0I2 0W2
         rank 1 |     1F0 2F0         1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 2W1 1I1 1W1     2I2 2W2 1I2 1W2

@@ -6,7 +6,7 @@ from pipelab.catalogue.greedy import Greedy
 
 
 class Hanayo(Greedy):
-    """Down the ranks and back up, several times: a wave is a V, and rank `r` of `P` holds two stages of each.
+    """Down the ranks and back up, once or several times: a wave is a V, and rank `r` of `P` holds two stages of each.
 
         stage   0 1 2 3   4 5 6 7   8 9 …
         rank    0 1 2 3   3 2 1 0   0 1 …

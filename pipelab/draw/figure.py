@@ -336,7 +336,10 @@ def _axis(trace: Trace, ax: Axes, name: str, note: str) -> None:
     if name:
         title = _cut(name, 0.96 * points(ax) / size)  # in pixels, small type is a little wider
         if not small:
-            title += "\n" + textwrap.fill(wording.told(trace), int(points(ax) / 5.6))
+            idea, caption, wide = wording.idea(trace), wording.caption(trace), int(points(ax) / 5.6)
+            shorter = (textwrap.shorten(idea, most, placeholder="…") for most in range(len(idea), 0, -1))
+            fit = (text for each in shorter if len(textwrap.wrap(text := f"{each} {caption}", wide)) < 4)
+            title += "\n" + textwrap.fill(next(fit, caption), wide, max_lines=3)
         ax.set_title(title, loc="left", fontsize=size, linespacing=1.4, parse_math=False, pad=4)
     if ax.xaxis.get_tick_params().get("labelbottom", True):
         note = _cut(f"time ({wording.unit(trace)}){note}", points(ax) / size)

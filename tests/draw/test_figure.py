@@ -422,6 +422,19 @@ def test_a_figure_says_its_idea_and_marks_ways_slices_and_the_stage_of_each_gath
     assert sorted(each for each in said if each.isdecimal()) == sorted(stages)
 
 
+def test_a_long_idea_is_cut_so_that_the_headline_stays_in_the_figure():
+    class Wordy(pipelab.OneFOneB):
+        __doc__ = "One forward, one backward, and so on. ".replace(". ", ", ") * 9
+
+    for schedule in (Wordy(4, 8), pipelab.ZBH2(8, 8), pipelab.Seq1F1B(2, 4)):
+        ax = figure.plot(pipelab.simulate(schedule, Cost(latency=0.25)))
+        figure.owner(ax).draw_without_rendering()
+        title = ax.get_title(loc="left")
+        assert "A step takes" in title.replace("\n", " ")
+        assert "activations" in title.replace("\n", " ")
+        assert ax._left_title.get_window_extent().y1 <= figure.owner(ax).bbox.y1
+
+
 def test_a_legend_names_what_is_drawn():
     def entries(trace):
         return [each.get_text() for each in figure.plot(trace).get_legend().get_texts()]

@@ -143,6 +143,13 @@ def test_an_idea_is_the_first_sentence_of_the_schedule_that_was_written_last_und
         assert idea(other) == ""
 
 
+def test_an_idea_is_true_of_its_own_picture():
+    half = pipelab.simulate(pipelab.VHalf(4, 8))
+    assert max(half.peak_activations) == 6  # of halves: 3, and 1F1B holds 4
+    assert "towards half" in wording.idea(half)
+    assert "once or several times" in wording.idea(pipelab.simulate(pipelab.Hanayo(4, 8)))
+
+
 @pytest.mark.parametrize(
     ("plan", "found"),
     [

@@ -286,7 +286,7 @@ def test_a_plan_is_given_in_the_command_itself(succeeds, refused, folder, text):
     assert "Plan(ranks=2, stages=2, microbatches=2) is right: 8 actions" in succeeds("check", text)
     succeeds("draw", text, "-o", "plan.csv")
     assert pipelab.Plan.from_csv("plan.csv") == pipelab.Plan.parse(text)
-    assert succeeds("compare", text, "gpipe", "-r", "2", "-m", "2").count("9 units") == 2
+    assert succeeds("compare", text, "gpipe", "-r", "2", "-m", "2").count("  9 units") == 2
     assert "rank 1, position 4: 'oops' is not an action" in refused("check", f"{ROWS} oops")
     error = refused("check", text, "-r", "3")
     assert "ranks=2 and microbatches=2 already: leave out --ranks" in error

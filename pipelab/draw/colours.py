@@ -78,7 +78,8 @@ def ink(background: str) -> str:
 
 def luminance(colour: str) -> float:
     """Return a colour's relative luminance, from 0 to 1 (WCAG 2.1)."""
-    red, green, blue = (_linear(channel / 255) for channel in channels(colour))
+    shares = [channel / 255 for channel in channels(colour)]
+    red, green, blue = (each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -92,7 +93,3 @@ def ansi(colour: str) -> int:
     steps = (0, 95, 135, 175, 215, 255)
     red, green, blue = (min(range(6), key=lambda at: abs(steps[at] - channel)) for channel in channels(colour))
     return 16 + 36 * red + 6 * green + blue
-
-
-def _linear(channel: float) -> float:
-    return channel / 12.92 if channel <= 0.03928 else ((channel + 0.055) / 1.055) ** 2.4

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pipelab.draw.bars import Bar, Lanes
-    from pipelab.plan.actions import Kind
     from pipelab.simulation.comparison import Comparison
     from pipelab.trace.trace import Trace
 

@@ -76,7 +76,7 @@ def read_rows(text: str, name: str) -> list[list[Item | Posting]]:
     empty = 0
     try:
         for cells in lines:
-            if _is_empty(cells):
+            if not cells or (len(cells) == 1 and tuple(cells) != _IDLE and not cells[0].strip()):
                 empty = empty or lines.line_num
             elif empty:
                 raise FormatError(
@@ -126,11 +126,6 @@ def _forwards_of_the_last_stage(rows: Iterable[Iterable[object]]) -> list[int]:
                     found.setdefault(stage, {}).setdefault(rank, []).append(microbatch)
     last = max(found, default=0)
     return next(iter(found[last].values())) if last > 0 and len(found[last]) == 1 else []
-
-
-def _is_empty(cells: list[str]) -> bool:
-    """Return whether a line has no cell, not even an idle one."""
-    return not cells or (len(cells) == 1 and tuple(cells) != _IDLE and not cells[0].strip())
 
 
 def _items(cells: list[str], where: str) -> list[Item | Posting]:

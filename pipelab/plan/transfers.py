@@ -247,8 +247,8 @@ def residence(
     """Yield the gathers and frees that PyTorch puts before each of a rank's items, and those after the last one."""
     active: set[int] = set()  # before 2.15, filled and emptied as PyTorch's, because its order is a set's
     aged: list[int] = []
-    for coming in _coming_stages(bound, items):
-        resident, wanted = (_first(count, *coming) for count in (most, ahead))
+    for stages, of in _coming_stages(bound, items):  # the two stages of a pair stay together
+        resident, wanted = (stages[: n + (len(stages) > n and of[n] == of[n - 1])] for n in (most, ahead))
         gone = [each for each in (aged if by_age else active) if each not in resident]
         fresh = [each for each in wanted if each not in active]
         active.difference_update(gone)
@@ -282,11 +282,6 @@ def _coming_stages(bound: BoundPlan, items: Sequence[tuple[int, ...]]) -> list[t
         first = here | {stage: item for stage, item in first.items() if stage not in here}
         found.append((list(first), list(first.values())))
     return found[::-1]
-
-
-def _first(most: int, stages: list[int], items: list[int]) -> list[int]:
-    """Return the first few stages; the two of a pair stay together."""
-    return stages[: most + (len(stages) > most and items[most] == items[most - 1])]
 
 
 def _at_use(bound: BoundPlan, crossings: Mapping[int, Crossing], row: Sequence[Step]) -> Iterator[Step]:

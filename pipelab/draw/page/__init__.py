@@ -139,14 +139,17 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
     sheets = [*(f"{name}.css" for name in scripts if name in ("compare", "save")), "page.css"]
     if shown["subtitle"]:
         subtitle = f'<p class="subtitle">{html.escape(shown["subtitle"])}</p>'
-    kinds = _coloured(shown["data"]) if notebook else colours.PALETTE
+    kinds: Container[str] = colours.PALETTE
+    if notebook:  # nothing else will be shown in it
+        moves = any(trace["moves"] for trace in shown["data"]["traces"])
+        kinds = {kind for kind, each in TRAITS.items() if kind in shown["data"]["kinds"] or (each.channel and moves)}
     parts = {
         "title": html.escape(shown["title"]),
         "subtitle": subtitle,
         "style": _palette(kinds, "alone" not in scripts) + lean("".join(map(_file, sheets)), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
-        "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
+        "data": json.dumps(shown["data"], separators=(",", ":")).replace("<", "\\u003c"),  # it ends no script
         "script": "\n".join(lean(_file(f"{name}.js"), "js") for name in scripts),
     }
     # In one pass, so that what looks like a place in a name stays a name.
@@ -168,17 +171,6 @@ def lean(source: str, kind: str) -> str:
     source = re.sub(r"(?m)^ *(//.*\n)?|(?<=[;{,})]) // .*$", "", source)
     source = re.sub(_SPACED[kind], lambda found: found[1] or found[2] or found[0], source)
     return re.sub(r"(?<=[;{,(}\[?:=+&|>)])\n|\n(?=[\]})?:.&|+*])", "", source) if kind == "js" else source
-
-
-def _script_safe(data: str) -> str:
-    """Return JSON that cannot end the script element it is in, whatever a name holds."""
-    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _coloured(data: dict[str, Any]) -> set[str]:
-    """Return the kinds whose colours a notebook's page needs: nothing else will be shown in it."""
-    moves = any(trace["moves"] for trace in data["traces"])
-    return {kind for kind, each in TRAITS.items() if kind in data["kinds"] or (each.channel and moves)}
 
 
 def _palette(kinds: Container[str] = colours.PALETTE, compared: bool = False) -> str:

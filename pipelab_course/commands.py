@@ -87,12 +87,12 @@ class Asked:
 
     def notes(self, lab: str, numbers: Numbers) -> list[str]:
         """Return the answers of the teacher's key, filled with numbers; without a key, the questions."""
-        if not (key := _key(lab)):
-            asked = (f"{each['ask']}\n    from: {each['number']}" for each in _questions(lab).values())
-            return [f"{number}. {said}" for number, said in enumerate(asked, start=1)]
-        answers = ((each["ask"], _filled(key[name]["answer"], numbers)) for name, each in _questions(lab).items())
-        numbered = [f"{number}. {ask} {said}" for number, (ask, said) in enumerate(answers, start=1) if said]
-        return [] if self.no_answers else numbered
+        key, part, notes = _key(lab), "", list[str]()
+        for number, (name, each) in enumerate(_questions(lab).items(), start=1):
+            if said := _filled(key[name]["answer"], numbers) if key else f"\n    from: {each['number']}":
+                lead = "" if part == (part := each["part"]) else f"{part}: "
+                notes.append(f"{number}. {lead}{each['ask']}{' ' * bool(key)}{said}")
+        return [] if key and self.no_answers else notes
 
     def below(self, table: Table, lab: str, numbers: Numbers) -> Table:
         """Return a table with the answers as its last notes."""

@@ -251,14 +251,14 @@ def numbers(rows: Sequence[Row]) -> dict[str, str]:
     found = {
         "depth": str(many["depth"]),
         "many": _devices(many),
-        "crossings": counted(many["moves"][1], "crossing"),
+        "half": str(many["depth"] // 2),
         "times": "; ".join(f"{_devices(row)}: {step.cell(row)} ms" for row in both),
         "most": " and ".join(f"{_megabytes([row['most_mb']])} MB on one of {_devices(row)}" for row in both),
         "copies": " and ".join(f"{sum(row['moves'])} of {row['calls']} calls on {_devices(row)}" for row in both),
     }
     found |= {row["split"]: landing(row["layers"]) for row in ones}
     if many["step_time_ms"] < both[0]["step_time_ms"]:
-        found["shorter"] = f"{wording.number(few['step_time_ms'] - many['step_time_ms'])} ms"
+        found["shorter"] = found["many"]
     first = next(row for row in rows if (row["split"], row["devices"]) == (many["split"], many["devices"]))
     if first is not many:
         found |= {"flattest": str(first["depth"]), "deepest": f"{many['depth']} layers"}

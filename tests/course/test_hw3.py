@@ -83,14 +83,13 @@ def test_the_numbers_say_where_layers_are_and_what_moved():
     found = hw3.numbers(list(hw3.measurements([10, 20], [3], width=8, batch=4, steps=1)))
     assert found["even"] == "layers 0 to 6 on device 0, 7 to 13 on device 1, 14 to 19 on device 2"
     assert found["copies"] == "2 of 20 calls on 2 devices and 3 of 20 calls on 3 devices"
-    assert found["crossings"] == "2 crossings"
+    assert (found["depth"], found["half"]) == ("20", "10")  # layer 10 is the first one of the second half
     assert (found["deepest"], found["flattest"]) == ("20 layers", "10")
 
 
 def test_one_number_of_devices_is_named_once():
     found = hw3.numbers(list(hw3.measurements([4], [2], width=8, batch=4, steps=1)))
     assert (found["times"] + found["most"] + found["copies"]).count("2 devices") == 3
-    assert found["crossings"] == "1 crossing"
     assert "shorter" not in found
 
 

@@ -106,6 +106,8 @@ def test_a_teachers_copy_answers_below_the_table_unless_it_shall_not(pipelab_com
     numbered = re.findall(r"^(\d+)\. [A-Z]", output, re.MULTILINE)
     assert numbered == [str(number) for number in range(1, 19)]
     assert "{" not in output
+    parts = [question["part"] for question in QUESTIONS["practical9"].values()]
+    assert [f". {part}: " in " ".join(output.split()) for part in parts] == [True] * 18
     _, output, _ = pipelab_command(*SMALL, "--no-answers")
     assert "true 1F1B" in output
     assert not re.search(r"^1\. ", output, re.MULTILINE)

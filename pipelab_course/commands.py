@@ -432,15 +432,8 @@ def hw1(
     from pipelab_course import hw1 as course
     from pipelab_course.ddp import DROPPED
 
-    planned = course.runs(
-        model or ("small", "laptop"),
-        counts,
-        experiment=experiment,
-        batch=batch,
-        steps=steps,
-        seed=seed,
-        threads=threads,
-    )
+    models = model or ("small", "laptop")
+    planned = course.runs(models, counts, experiment=experiment, batch=batch, steps=steps, seed=seed, threads=threads)
     most, each = max(counts), counted(threads, "thread")
     if most * threads > cores() and not planned[0].job.gpus:
         fitting = [str(count) for count in counts if count * threads <= cores()]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pipelab.cli.believing import believable
+from pipelab.cli.measuring import cores
 from pipelab.draw import wording
 from pipelab.errors import UsageError, counted
 from pipelab.table import Column, Table
@@ -196,6 +197,7 @@ _COLUMNS: Sequence[tuple[Column, Sequence[str | None]]] = (
     (Column("each_mb", "MB of each", lambda each: wording.elided(f"{mb:.0f}" for mb in each)), _ALL),
 )
 """The table's columns, each with the experiments that show it."""
+_CELLS = {column.key: column.cell for column, _ in _COLUMNS}
 
 
 def _judged(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -323,13 +325,16 @@ def _scaling(rows: Sequence[Row]) -> dict[str, str]:
     last = max(plain, key=lambda row: row["processes"], default=None)
     if last is None or last["processes"] == 1:
         return found
+    believed, processes = "communication" not in last["marked"], counted(last["processes"], "process")
+    if not last["gpus"] and last["processes"] * last["threads"] > cores():
+        found["turns"] = f"{processes} take turns on {counted(cores(), 'core')}"
     found |= {
-        "processes": counted(last["processes"], "process"),
+        "processes": processes,
         "ideal": str(last["processes"]),
         "last_ms": _took(last),
-        "all_reduce_ms": _ms(last["communication"] * last["step_ms"]),
-        "all_reduce_share": wording.percent(last["communication"]),
-        "alone_ms": _ms(last["alone_ms"]),
+        "all_reduce_ms": quoted(_ms(last["communication"] * last["step_ms"]), None, believed),
+        "all_reduce_share": _CELLS["communication"](last),
+        "alone_ms": quoted(_ms(last["alone_ms"]), None, believed),
         "megabytes": f"{4 * last['depth'] * (last['width'] ** 2 + last['width']) / 1e6:.1f} MB",
         "dominates": "communication" if last["communication"] > 0.5 else "computation",
     }
@@ -341,9 +346,9 @@ def _efficiency(plain: Sequence[Row], last: Row, fit: Amdahl) -> dict[str, str]:
     """Return where the efficiency drops most, and what Amdahl's law says."""
     drops = {row["processes"]: before["efficiency"] - row["efficiency"] for before, row in pairwise(plain)}
     worst = max(drops, key=lambda count: drops[count])
-    efficiency = {row["processes"]: wording.percent(row["efficiency"]) for row in plain}
+    efficiency = {row["processes"]: _CELLS["efficiency"](row) for row in plain}
     found = {"drop_at": str(worst), "drop_to": efficiency[worst], "efficiency": efficiency[last["processes"]]}
-    found["speed_up"] = quoted(f"{last['speed_up']:.2f}", None, "speed_up" not in last["marked"])
+    found |= {"speed_up": _CELLS["speed_up"](last), "one_ms": _took(plain[0])}
     if fit.serial >= 1:
         return found | {"slow_one": _took(plain[0]), "slow_last": _took(last)}
     return found | {"serial": wording.percent(fit.serial), "limit": wording.number(fit.limit)}
@@ -362,12 +367,12 @@ def _data_parallel(rows: Sequence[Row]) -> dict[str, str]:
         "ddp_all_mb": f"{sum(last['each_mb']):.0f} MB",
     }
     for name, row in {"dp": single, "ddp": last}.items():
-        found[f"{name}_variance"] = f"{wording.number(row['stdev_ms'] ** 2)} ms²"
+        found[f"{name}_variance"] = quoted(f"{wording.number(row['stdev_ms'] ** 2)} ms²", None, not row["marked"])
         if row["utilisation"]:
-            found[f"{name}_busy"] = wording.percents(row["utilisation"])
+            found[f"{name}_busy"] = _CELLS["utilisation"](row)
     if single["gpus"] or single["devices"] < 2:
         return found
-    first, other = (wording.percent(share) for share in single["utilisation"][:2])
+    first, other = (quoted(wording.percent(share), None, not single["marked"]) for share in single["utilisation"][:2])
     found |= {"dp_devices": counted(single["devices"], "device"), "dp_first": first, "dp_others": other}
     return found | {"dp_others_mb": f"{single['each_mb'][1]:.0f} MB"}
 

@@ -41,6 +41,8 @@ SHOWN = {
     "alone_ms": 1,
     "width": 8,
     "depth": 2,
+    "gpus": False,
+    "threads": 1,
 }
 
 
@@ -198,6 +200,17 @@ def test_where_more_processes_are_not_faster_there_is_no_serial_fraction():
     assert not {"serial", "delay_law", "delay_after"} & set(found)
     assert (found["delay_without"], found["delay_with"]) == ("0.50", "0.67 (predicted 0.67)")
     assert (found["slow_one"], found["slow_last"]) == ("10 ms", "20 ms")
+
+
+def test_answers_keep_the_marks_of_the_table_and_say_where_processes_take_turns(monkeypatch):
+    monkeypatch.setattr(hw1, "cores", lambda: 2)
+    few, many = (
+        [row(1, 100, **SHOWN), row(count, 80, **SHOWN | {"others": others})] for count, others in ((2, 0), (4, 0.5))
+    )
+    (found,), (marked,) = hw1.numbers(few), hw1.numbers(many)
+    assert (found["efficiency"], marked["efficiency"], marked["drop_to"]) == ("80.0 %", "80.0 %*", "80.0 %*")
+    assert (found["all_reduce_share"], marked["all_reduce_share"], marked["alone_ms"]) == ("50.0 %", "50.0 %*", "1 ms*")
+    assert ("turns" in found, marked["turns"]) == (False, "4 processes take turns on 2 cores")
 
 
 def test_a_delay_raises_the_serial_fraction_where_more_processes_are_faster():

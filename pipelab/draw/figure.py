@@ -397,12 +397,12 @@ def legend(traces: Sequence[Trace], ax: Axes, own: Colours, given: bool = False)
     from matplotlib.transforms import ScaledTranslation
 
     small, patches = _small(ax), _entries(traces, own, _small(ax))
-    size, edge, down = (7, _EDGES[True][1], 29) if small else (9, _EDGES[False][1], 36)
-    below = ScaledTranslation(edge - 0.02, -down / 72, owner(ax).dpi_scale_trans)
+    size, edge, down = (7, _EDGES[True][0], 29) if small else (9, _EDGES[False][0], 36)
+    below = ScaledTranslation(0.1 - edge, -down / 72, owner(ax).dpi_scale_trans)
     made = ax.legend(
         handles=patches,
-        loc="upper right",
-        bbox_to_anchor=(1, 0),
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
         bbox_transform=ax.transAxes + below,
         ncols=_columns(patches, 72 * owner(ax).get_figwidth() - _AIR, size),
         frameon=False,

@@ -27,6 +27,7 @@ from pipelab.cli.printing import TABLE, echo, folded, print_and_save, require_wr
 from pipelab.draw import wording
 from pipelab.errors import PipelabError, UsageError, counted
 from pipelab.simulation.clock import simulate
+from pipelab.simulation.cost import Cost
 from pipelab.table import Column, Table
 from pipelab_course import hybrid as hybrids
 from pipelab_course import report as claims
@@ -193,19 +194,9 @@ def practical9(
         )
     elif warning:
         say(warning)
-    rows, whole = finished(
-        course.measurements(
-            ranks,
-            counts,
-            width=work.width,
-            depth=work.depth,
-            batch=work.batch,
-            emulate=work.emulate,
-            steps=work.measured_steps,
-        ),
-        len(course.METHODS) * len(counts),
-        "measuring",
-    )
+    sizes = {"width": work.width, "depth": work.depth, "batch": work.batch}
+    made = course.measurements(ranks, counts, **sizes, emulate=work.emulate, steps=work.measured_steps)
+    rows, whole = finished(made, len(course.METHODS) * len(counts), "measuring")
     remarks = [warning] if warning and real else []
     if whole:
         share = 1.0 if work.emulate else median(row["core_share"] for row in rows)
@@ -366,6 +357,8 @@ def _of_homework(own: Variant) -> dict[str, str]:
     found = {"microbatches": str(own.microbatches), "printed": rounds, "ran": f"{rounds} B{order[-1]}"}
     if own.order:
         found |= {"order": HOMEWORKS["hw4"].orders[own.order], "weights": HOMEWORKS["hw4"].weights[own.weights]}
+    late = simulate(schedules["1f1b"](3, own.microbatches), Cost(latency=0.5)).makespan
+    found["late"] = wording.number(late - 3 * (own.microbatches + 2))
     for name in ("naive", "gpipe", "delayed"):
         found[f"{name}_units"] = f"{wording.number(simulate(schedules[name](2, own.microbatches)).makespan)} units"
     return found

@@ -92,6 +92,11 @@ def test_an_answer_names_numbers_that_its_lab_finds(lab: str) -> None:
             assert needed <= found, name
 
 
+def test_homework_4s_key_has_1f1bs_delay_for_the_students_own_micro_batches() -> None:
+    delays = {own.microbatches: commands._of_homework(own)["late"] for own in map(variant, map(str, range(50)))}
+    assert delays.items() >= {6: "5", 7: "6", 8: "6"}.items()
+
+
 def test_a_sentence_without_its_number_is_left_out_and_models_follow_each_other() -> None:
     sentences = ["{model}: {speed_up}.", "Below 1 it is {slower}.", "All."]
     numbers = [{"model": "a", "speed_up": "2"}, {"model": "b", "speed_up": "3"}]

@@ -277,7 +277,7 @@ def _forwards(run: Run) -> Found:
     once = sum(times == 1 for times in run.times("F"))
     stopped = bool(run.error) and found == expected[: len(found)]
     right = found == expected or (stopped and bool(found) and "backward(" in run.error)  # no forward was at fault
-    effect = f"{once} of {run.count} micro-batches go forward once"
+    effect = f"{once} of {run.count} micro-batches go forward once" + ", in another order" * (once == run.count)
     hint = _copied("orders", [m for _, m in found], run.own.order)
     return Found(right, _names(expected), _names(found), effect, hint, reached=not stopped)
 

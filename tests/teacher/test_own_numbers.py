@@ -49,8 +49,10 @@ def test_a_variants_own_solution_has_all_points(rules: tuple[str, str], tmp_path
 def test_a_copied_order_is_named_beside_the_variants(
     own: tuple[str, str], copied: tuple[str, str], tmp_path: Path
 ) -> None:
-    found = hints(judged(copied, own, tmp_path))
+    grade = judged(copied, own, tmp_path)
+    found = hints(grade)
     assert [*found] == ["forwards"]
+    assert [mark.effect.partition(", ")[2] for mark in grade.marks if mark.status == "failed"] == ["in another order"]
     assert all(order in found["forwards"] for order, _ in (own, copied))
 
 

@@ -1,7 +1,7 @@
 // pipelab's pages in frames: as dark as the site, as high as their content, without margins of their own.
 const LOOKS = `
   body { margin: 0 !important; padding: 0 2px .3rem !important; display: flow-root; }
-  header h1, header h1 + .subtitle, #theme { display: none; }
+  header h1, #theme { display: none; }
   main { display: flex; flex-direction: column; } main > .tools { display: contents; } .layers { order: 1; }
   @media (max-width: 700px) { .layers { display: none !important; } }
   #panel { position: static !important; max-height: none !important; }

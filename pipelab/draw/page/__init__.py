@@ -149,11 +149,16 @@ def _page(shown: dict[str, Any], plain: str, subtitle: str = "", *, notebook: bo
         "style": _palette(kinds, "alone" not in scripts) + lean("".join(map(_file, sheets)), "css"),
         "table": _table(shown["table"]),
         "text": "" if notebook else html.escape(plain),
-        "data": json.dumps(shown["data"], separators=(",", ":")).replace("<", "\\u003c"),  # it ends no script
+        "data": _script_safe(json.dumps(shown["data"], separators=(",", ":"))),
         "script": "\n".join(lean(_file(f"{name}.js"), "js") for name in scripts),
     }
     # In one pass, so that what looks like a place in a name stays a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
+
+
+def _script_safe(data: str) -> str:
+    """Return JSON that cannot end the script element it is in, whatever a name holds."""
+    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _gap(reason: Reason) -> dict[str, Any]:

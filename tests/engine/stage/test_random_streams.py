@@ -475,6 +475,7 @@ def test_a_generator_of_the_models_own_stays_its_own():
 
 @pytest.mark.filterwarnings("ignore")  # the compiler has its own
 def test_compiled_code_stays_compiled_and_draws_the_same():
+    torch._dynamo.reset()  # it stops compiling a function that other tests have had compiled often
     compiled = []
 
     def backend(graph, example):

@@ -212,7 +212,7 @@ class Assignment:
     def __post_init__(self) -> None:
         """Refuse pars of unknown quantities, and a variant of what has none."""
         if self.variant and (self.homework != "hw4" or self.schedule is not None):
-            raise UsageError(f"--variant {self.variant}: only homework 4 has variants")
+            raise UsageError(f"variant {self.variant}: only homework 4 has variants: leave out --variant, --variants")
         for name, par in self.pars.items():
             if name not in _PAR_HINTS or not isinstance(par, int | float) or not par >= 0:
                 raise UsageError(f"--par {name}={par}: expected a number for one of {', '.join(_PAR_HINTS)}")
